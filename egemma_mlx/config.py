@@ -1,0 +1,320 @@
+"""The checkpoint's `config.json` as frozen dataclasses.
+
+Field names are those of `transformers.models.embedding_gemma2`; unknown keys are ignored, a missing key that fixes
+a shape is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from egemma_mlx.errors import EgemmaError
+
+MODEL_TYPE = "embedding_gemma2"
+# The longest input the model was made for (its model card); RoPE itself goes further.
+MAX_TOKENS = 8192
+
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
+_DEFAULT_THETA = {_SLIDING: 1e4, _FULL: 1e6}
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Attention of one text layer: `heads` query heads over `kv_heads` key/value heads of `head_dim`.
+
+    `window` is the inclusive radius |i − j| ≤ window, or None for full attention; `rope_theta` the RoPE base.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    rope_theta: float
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    hidden_size_per_layer_input: int
+    embedding_dim: int
+    rms_norm_eps: float
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+    max_position_embeddings: int
+    layers: tuple[LayerConfig, ...]
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest input accepted without asking for truncation."""
+        return min(MAX_TOKENS, self.max_position_embeddings)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], source: str = "text_config") -> TextConfig:
+        get = _Reader(raw, source)
+        depth = get.size("num_hidden_layers")
+        kinds = _layer_types(raw, depth, source)
+        if any(raw.get(key) for key in ("attention_bias",)):
+            raise EgemmaError(f"{source}: attention_bias is not part of this architecture")
+        activation = raw.get("hidden_activation", "gelu_pytorch_tanh")
+        if activation != "gelu_pytorch_tanh":
+            raise EgemmaError(
+                f"{source}: expected hidden_activation 'gelu_pytorch_tanh' but got {activation!r}"
+            )
+        return cls(
+            vocab_size=get.size("vocab_size"),
+            hidden_size=get.size("hidden_size"),
+            intermediate_size=get.size("intermediate_size"),
+            num_hidden_layers=depth,
+            hidden_size_per_layer_input=get.size("hidden_size_per_layer_input"),
+            embedding_dim=get.size("embedding_dim"),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            bos_token_id=int(raw.get("bos_token_id", 2)),
+            eos_token_id=int(raw.get("eos_token_id", 1)),
+            pad_token_id=int(raw.get("pad_token_id") or 0),
+            max_position_embeddings=int(raw.get("max_position_embeddings", 262_144)),
+            layers=_layers(raw, kinds, get, source),
+        )
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    patch_size: int
+    pooling_kernel_size: int
+    position_embedding_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    standardize: bool
+    use_clipped_linears: bool
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], source: str = "vision_config") -> VisionConfig:
+        get = _Reader(raw, source)
+        return cls(
+            hidden_size=get.size("hidden_size"),
+            intermediate_size=get.size("intermediate_size"),
+            num_hidden_layers=get.size("num_hidden_layers"),
+            num_attention_heads=get.size("num_attention_heads"),
+            num_key_value_heads=get.size("num_key_value_heads"),
+            head_dim=get.size("head_dim"),
+            patch_size=get.size("patch_size"),
+            pooling_kernel_size=get.size("pooling_kernel_size"),
+            position_embedding_size=get.size("position_embedding_size"),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=float((raw.get("rope_parameters") or {}).get("rope_theta", 100.0)),
+            standardize=bool(raw.get("standardize", False)),
+            use_clipped_linears=bool(raw.get("use_clipped_linears", False)),
+        )
+
+
+@dataclass(frozen=True)
+class AudioConfig:
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    output_proj_dims: int
+    subsampling_conv_channels: tuple[int, int]
+    conv_kernel_size: int
+    attention_chunk_size: int
+    attention_context_left: int
+    attention_context_right: int
+    attention_logit_cap: float
+    attention_invalid_logits_value: float
+    gradient_clipping: float
+    residual_weight: float
+    rms_norm_eps: float
+    use_clipped_linears: bool
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], source: str = "audio_config") -> AudioConfig:
+        get = _Reader(raw, source)
+        channels = get("subsampling_conv_channels")
+        if not (isinstance(channels, list) and len(channels) == 2):
+            raise EgemmaError(f"{source}: expected two subsampling_conv_channels but got {channels!r}")
+        return cls(
+            hidden_size=get.size("hidden_size"),
+            num_hidden_layers=get.size("num_hidden_layers"),
+            num_attention_heads=get.size("num_attention_heads"),
+            output_proj_dims=get.size("output_proj_dims"),
+            subsampling_conv_channels=(int(channels[0]), int(channels[1])),
+            conv_kernel_size=get.size("conv_kernel_size"),
+            attention_chunk_size=get.size("attention_chunk_size"),
+            attention_context_left=int(raw.get("attention_context_left", 13)),
+            attention_context_right=int(raw.get("attention_context_right", 0)),
+            attention_logit_cap=float(raw.get("attention_logit_cap", 50.0)),
+            attention_invalid_logits_value=float(raw.get("attention_invalid_logits_value", -1e9)),
+            gradient_clipping=float(raw.get("gradient_clipping", 1e10)),
+            residual_weight=float(raw.get("residual_weight", 0.5)),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            use_clipped_linears=bool(raw.get("use_clipped_linears", True)),
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole checkpoint: one text model, and the towers it was saved with (None where it has none)."""
+
+    text: TextConfig
+    vision: VisionConfig | None
+    audio: AudioConfig | None
+    image_token_id: int
+    video_token_id: int
+    audio_token_id: int
+    model_type: str = MODEL_TYPE
+
+    @property
+    def placeholder_ids(self) -> tuple[int, int, int]:
+        """Ids whose rows are replaced by soft tokens: image, video, audio."""
+        return (self.image_token_id, self.video_token_id, self.audio_token_id)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> Config:
+        """Read a parsed `config.json`; `source` is the file name that errors carry.
+
+        Raises:
+            EgemmaError: another `model_type`, a missing or senseless key.
+        """
+        found = raw.get("model_type")
+        if found != MODEL_TYPE:
+            raise EgemmaError(f"{source}: expected model_type {MODEL_TYPE!r} but got {found!r}")
+        text = _section(raw, "text_config", source)
+        if text is None:
+            raise EgemmaError(f"{source}: missing required key text_config")
+        vision = _section(raw, "vision_config", source)
+        audio = _section(raw, "audio_config", source)
+        return cls(
+            text=TextConfig.from_dict(text, f"{source}: text_config"),
+            vision=None if vision is None else VisionConfig.from_dict(vision, f"{source}: vision_config"),
+            audio=None if audio is None else AudioConfig.from_dict(audio, f"{source}: audio_config"),
+            image_token_id=int(raw.get("image_token_id", 258_880)),
+            video_token_id=int(raw.get("video_token_id", 258_884)),
+            audio_token_id=int(raw.get("audio_token_id", 258_881)),
+        )
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Config:
+        """Read `config.json` at `path`.
+
+        Raises:
+            EgemmaError: the file is missing, not JSON, or not an EmbeddingGemma 2 config.
+        """
+        return cls.from_dict(read_json_object(Path(path)), str(path))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; EgemmaError names the file when it is missing, broken or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EgemmaError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise EgemmaError(f"{path}: cannot be read ({error})") from None
+    except json.JSONDecodeError as error:
+        raise EgemmaError(f"{path}: expected JSON but got {error}") from None
+    if not isinstance(value, dict):
+        raise EgemmaError(f"{path}: expected a JSON object but got {type(value).__name__}")
+    return value
+
+
+class _Reader:
+    """Required keys of one section, with the section's name in every error."""
+
+    def __init__(self, raw: Mapping[str, Any], source: str) -> None:
+        self.raw, self.source = raw, source
+
+    def __call__(self, key: str) -> Any:
+        if self.raw.get(key) is None:
+            raise EgemmaError(f"{self.source}: missing required key {key}")
+        return self.raw[key]
+
+    def size(self, key: str) -> int:
+        return _positive(self(key), key, self.source)
+
+
+def _positive(value: Any, key: str, source: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise EgemmaError(f"{source}: expected {key} to be a positive integer but got {value!r}")
+    return value
+
+
+def _section(raw: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any] | None:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise EgemmaError(f"{source}: expected {key} to be an object but got {type(value).__name__}")
+    return value
+
+
+def _layer_types(raw: Mapping[str, Any], depth: int, source: str) -> list[str]:
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = [_FULL if (i + 1) % 6 == 0 else _SLIDING for i in range(depth)]
+    if len(kinds) != depth or any(kind not in _DEFAULT_THETA for kind in kinds):
+        raise EgemmaError(
+            f"{source}: expected layer_types to name {depth} layers as {_SLIDING} or {_FULL} but got {kinds!r}"
+        )
+    # The reference turns the last layer into a full one, whatever the file says.
+    return [*kinds[:-1], _FULL]
+
+
+def _layers(raw: Mapping[str, Any], kinds: list[str], get: _Reader, source: str) -> tuple[LayerConfig, ...]:
+    base = {key: get.size(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    window = get.size("sliding_window")
+    rope = raw.get("rope_parameters") or {}
+    overrides = raw.get("per_layer_config")
+    if overrides is None:
+        overrides = {
+            str(i): {"head_dim": 512, "num_key_value_heads": 1} for i, k in enumerate(kinds) if k == _FULL
+        }
+    try:
+        by_layer = {int(index): dict(values) for index, values in overrides.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise EgemmaError(f"{source}: expected per_layer_config to map layer numbers to objects") from None
+    if any(index not in range(len(kinds)) for index in by_layer):
+        raise EgemmaError(
+            f"{source}: per_layer_config names layers outside 0…{len(kinds) - 1}: {sorted(by_layer)}"
+        )
+
+    def layer(index: int, kind: str) -> LayerConfig:
+        where = f"{source}: layer {index}"
+        size = {key: _positive(by_layer.get(index, {}).get(key, base[key]), key, where) for key in base}
+        heads, kv_heads, head_dim = (
+            size["num_attention_heads"],
+            size["num_key_value_heads"],
+            size["head_dim"],
+        )
+        if heads % kv_heads or head_dim % 8:
+            raise EgemmaError(
+                f"{where}: expected heads to divide into kv heads and head_dim to be a multiple of 8 "
+                f"but got {heads} heads, {kv_heads} kv heads, head_dim {head_dim}"
+            )
+        return LayerConfig(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            window=window if kind == _SLIDING else None,
+            rope_theta=_rope_theta(rope, kind, source),
+        )
+
+    return tuple(layer(index, kind) for index, kind in enumerate(kinds))
+
+
+def _rope_theta(rope: Mapping[str, Any], kind: str, source: str) -> float:
+    parameters = rope.get(kind) or {}
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type != "default":
+        raise EgemmaError(f"{source}: expected rope_type 'default' for {kind} but got {rope_type!r}")
+    return float(parameters.get("rope_theta", _DEFAULT_THETA[kind]))
