@@ -66,9 +66,7 @@ class TextConfig:
             raise EgemmaError(f"{source}: attention_bias is not part of this architecture")
         activation = raw.get("hidden_activation", "gelu_pytorch_tanh")
         if activation != "gelu_pytorch_tanh":
-            raise EgemmaError(
-                f"{source}: expected hidden_activation 'gelu_pytorch_tanh' but got {activation!r}"
-            )
+            raise EgemmaError(f"{source}: expected hidden_activation 'gelu_pytorch_tanh' but got {activation!r}")
         return cls(
             vocab_size=get.size("vocab_size"),
             hidden_size=get.size("hidden_size"),
@@ -276,17 +274,13 @@ def _layers(raw: Mapping[str, Any], kinds: list[str], get: _Reader, source: str)
     rope = raw.get("rope_parameters") or {}
     overrides = raw.get("per_layer_config")
     if overrides is None:
-        overrides = {
-            str(i): {"head_dim": 512, "num_key_value_heads": 1} for i, k in enumerate(kinds) if k == _FULL
-        }
+        overrides = {str(i): {"head_dim": 512, "num_key_value_heads": 1} for i, k in enumerate(kinds) if k == _FULL}
     try:
         by_layer = {int(index): dict(values) for index, values in overrides.items()}
     except (ValueError, TypeError, AttributeError):
         raise EgemmaError(f"{source}: expected per_layer_config to map layer numbers to objects") from None
     if any(index not in range(len(kinds)) for index in by_layer):
-        raise EgemmaError(
-            f"{source}: per_layer_config names layers outside 0…{len(kinds) - 1}: {sorted(by_layer)}"
-        )
+        raise EgemmaError(f"{source}: per_layer_config names layers outside 0…{len(kinds) - 1}: {sorted(by_layer)}")
 
     def layer(index: int, kind: str) -> LayerConfig:
         where = f"{source}: layer {index}"
