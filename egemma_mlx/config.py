@@ -62,11 +62,8 @@ class TextConfig:
         get = _Reader(raw, source)
         depth = get.size("num_hidden_layers")
         kinds = _layer_types(raw, depth, source)
-        if any(raw.get(key) for key in ("attention_bias",)):
-            raise EgemmaError(f"{source}: attention_bias is not part of this architecture")
-        activation = raw.get("hidden_activation", "gelu_pytorch_tanh")
-        if activation != "gelu_pytorch_tanh":
-            raise EgemmaError(f"{source}: expected hidden_activation 'gelu_pytorch_tanh' but got {activation!r}")
+        get.only("attention_bias", False)
+        get.only("hidden_activation", "gelu_pytorch_tanh")
         return cls(
             vocab_size=get.size("vocab_size"),
             hidden_size=get.size("hidden_size"),
@@ -74,11 +71,11 @@ class TextConfig:
             num_hidden_layers=depth,
             hidden_size_per_layer_input=get.size("hidden_size_per_layer_input"),
             embedding_dim=get.size("embedding_dim"),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            bos_token_id=int(raw.get("bos_token_id", 2)),
-            eos_token_id=int(raw.get("eos_token_id", 1)),
-            pad_token_id=int(raw.get("pad_token_id") or 0),
-            max_position_embeddings=int(raw.get("max_position_embeddings", 262_144)),
+            rms_norm_eps=get.number("rms_norm_eps", 1e-6),
+            bos_token_id=get.integer("bos_token_id", 2),
+            eos_token_id=get.integer("eos_token_id", 1),
+            pad_token_id=get.integer("pad_token_id", 0),
+            max_position_embeddings=get.integer("max_position_embeddings", 262_144),
             layers=_layers(raw, kinds, get, source),
         )
 
@@ -102,6 +99,8 @@ class VisionConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "vision_config") -> VisionConfig:
         get = _Reader(raw, source)
+        get.only("attention_bias", False)
+        get.only("hidden_activation", "gelu_pytorch_tanh")
         return cls(
             hidden_size=get.size("hidden_size"),
             intermediate_size=get.size("intermediate_size"),
@@ -112,8 +111,8 @@ class VisionConfig:
             patch_size=get.size("patch_size"),
             pooling_kernel_size=get.size("pooling_kernel_size"),
             position_embedding_size=get.size("position_embedding_size"),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=float((raw.get("rope_parameters") or {}).get("rope_theta", 100.0)),
+            rms_norm_eps=get.number("rms_norm_eps", 1e-6),
+            rope_theta=get.section("rope_parameters").number("rope_theta", 100.0),
             standardize=bool(raw.get("standardize", False)),
             use_clipped_linears=bool(raw.get("use_clipped_linears", False)),
         )
@@ -140,24 +139,26 @@ class AudioConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "audio_config") -> AudioConfig:
         get = _Reader(raw, source)
+        get.only("hidden_act", "silu")
         channels = get("subsampling_conv_channels")
         if not (isinstance(channels, list) and len(channels) == 2):
             raise EgemmaError(f"{source}: expected two subsampling_conv_channels but got {channels!r}")
+        first, second = (_positive(count, "subsampling_conv_channels", source) for count in channels)
         return cls(
             hidden_size=get.size("hidden_size"),
             num_hidden_layers=get.size("num_hidden_layers"),
             num_attention_heads=get.size("num_attention_heads"),
             output_proj_dims=get.size("output_proj_dims"),
-            subsampling_conv_channels=(int(channels[0]), int(channels[1])),
+            subsampling_conv_channels=(first, second),
             conv_kernel_size=get.size("conv_kernel_size"),
             attention_chunk_size=get.size("attention_chunk_size"),
-            attention_context_left=int(raw.get("attention_context_left", 13)),
-            attention_context_right=int(raw.get("attention_context_right", 0)),
-            attention_logit_cap=float(raw.get("attention_logit_cap", 50.0)),
-            attention_invalid_logits_value=float(raw.get("attention_invalid_logits_value", -1e9)),
-            gradient_clipping=float(raw.get("gradient_clipping", 1e10)),
-            residual_weight=float(raw.get("residual_weight", 0.5)),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            attention_context_left=get.integer("attention_context_left", 13),
+            attention_context_right=get.integer("attention_context_right", 0),
+            attention_logit_cap=get.number("attention_logit_cap", 50.0),
+            attention_invalid_logits_value=get.number("attention_invalid_logits_value", -1e9),
+            gradient_clipping=get.number("gradient_clipping", 1e10),
+            residual_weight=get.number("residual_weight", 0.5),
+            rms_norm_eps=get.number("rms_norm_eps", 1e-6),
             use_clipped_linears=bool(raw.get("use_clipped_linears", True)),
         )
 
@@ -189,18 +190,16 @@ class Config:
         found = raw.get("model_type")
         if found != MODEL_TYPE:
             raise EgemmaError(f"{source}: expected model_type {MODEL_TYPE!r} but got {found!r}")
-        text = _section(raw, "text_config", source)
-        if text is None:
-            raise EgemmaError(f"{source}: missing required key text_config")
-        vision = _section(raw, "vision_config", source)
-        audio = _section(raw, "audio_config", source)
+        get = _Reader(raw, source)
+        get("text_config")  # required, where an absent tower is none
+        text, vision, audio = (get.section(key) for key in ("text_config", "vision_config", "audio_config"))
         return cls(
-            text=TextConfig.from_dict(text, f"{source}: text_config"),
-            vision=None if vision is None else VisionConfig.from_dict(vision, f"{source}: vision_config"),
-            audio=None if audio is None else AudioConfig.from_dict(audio, f"{source}: audio_config"),
-            image_token_id=int(raw.get("image_token_id", 258_880)),
-            video_token_id=int(raw.get("video_token_id", 258_884)),
-            audio_token_id=int(raw.get("audio_token_id", 258_881)),
+            text=TextConfig.from_dict(text.raw, text.source),
+            vision=None if raw.get("vision_config") is None else VisionConfig.from_dict(vision.raw, vision.source),
+            audio=None if raw.get("audio_config") is None else AudioConfig.from_dict(audio.raw, audio.source),
+            image_token_id=get.integer("image_token_id", 258_880),
+            video_token_id=get.integer("video_token_id", 258_884),
+            audio_token_id=get.integer("audio_token_id", 258_881),
         )
 
     @classmethod
@@ -229,18 +228,45 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Required keys of one section, with the section's name in every error."""
+    """The keys of one section, with the section's name in every error; null is the same as absent."""
 
     def __init__(self, raw: Mapping[str, Any], source: str) -> None:
         self.raw, self.source = raw, source
 
     def __call__(self, key: str) -> Any:
+        """A required key."""
         if self.raw.get(key) is None:
             raise EgemmaError(f"{self.source}: missing required key {key}")
         return self.raw[key]
 
     def size(self, key: str) -> int:
+        """A required positive integer."""
         return _positive(self(key), key, self.source)
+
+    def integer(self, key: str, default: int) -> int:
+        value = self.raw.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise EgemmaError(f"{self.source}: expected {key} to be an integer but got {value!r}")
+        return default if value is None else value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.raw.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise EgemmaError(f"{self.source}: expected {key} to be a number but got {value!r}")
+        return default if value is None else float(value)
+
+    def only(self, key: str, value: Any) -> None:
+        """The one value that this architecture knows for `key`."""
+        found = self.raw.get(key)
+        if found is not None and found != value:
+            raise EgemmaError(f"{self.source}: expected {key} to be {value!r} but got {found!r}")
+
+    def section(self, key: str) -> _Reader:
+        """An object inside this one, empty where it is absent."""
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise EgemmaError(f"{self.source}: expected {key} to be an object but got {type(value).__name__}")
+        return _Reader(value or {}, f"{self.source}: {key}")
 
 
 def _positive(value: Any, key: str, source: str) -> int:
@@ -249,18 +275,11 @@ def _positive(value: Any, key: str, source: str) -> int:
     return value
 
 
-def _section(raw: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any] | None:
-    value = raw.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise EgemmaError(f"{source}: expected {key} to be an object but got {type(value).__name__}")
-    return value
-
-
 def _layer_types(raw: Mapping[str, Any], depth: int, source: str) -> list[str]:
     kinds = raw.get("layer_types")
     if kinds is None:
         kinds = [_FULL if (i + 1) % 6 == 0 else _SLIDING for i in range(depth)]
-    if len(kinds) != depth or any(kind not in _DEFAULT_THETA for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != depth or any(kind not in (_SLIDING, _FULL) for kind in kinds):
         raise EgemmaError(
             f"{source}: expected layer_types to name {depth} layers as {_SLIDING} or {_FULL} but got {kinds!r}"
         )
@@ -271,16 +290,12 @@ def _layer_types(raw: Mapping[str, Any], depth: int, source: str) -> list[str]:
 def _layers(raw: Mapping[str, Any], kinds: list[str], get: _Reader, source: str) -> tuple[LayerConfig, ...]:
     base = {key: get.size(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")}
     window = get.size("sliding_window")
-    rope = raw.get("rope_parameters") or {}
-    overrides = raw.get("per_layer_config")
-    if overrides is None:
-        overrides = {str(i): {"head_dim": 512, "num_key_value_heads": 1} for i, k in enumerate(kinds) if k == _FULL}
-    try:
-        by_layer = {int(index): dict(values) for index, values in overrides.items()}
-    except (ValueError, TypeError, AttributeError):
-        raise EgemmaError(f"{source}: expected per_layer_config to map layer numbers to objects") from None
-    if any(index not in range(len(kinds)) for index in by_layer):
-        raise EgemmaError(f"{source}: per_layer_config names layers outside 0…{len(kinds) - 1}: {sorted(by_layer)}")
+    rope = get.section("rope_parameters")
+    theta = {kind: _rope_theta(rope.section(kind), kind) for kind in set(kinds)}
+    by_layer = _per_layer(raw, kinds, source)
+    if unknown := sorted({key for values in by_layer.values() for key in values} - base.keys()):
+        # Ignoring one (a window, say) would give other vectors without a word.
+        raise EgemmaError(f"{source}: expected per_layer_config to set {', '.join(base)} but got {', '.join(unknown)}")
 
     def layer(index: int, kind: str) -> LayerConfig:
         where = f"{source}: layer {index}"
@@ -300,15 +315,25 @@ def _layers(raw: Mapping[str, Any], kinds: list[str], get: _Reader, source: str)
             kv_heads=kv_heads,
             head_dim=head_dim,
             window=window if kind == _SLIDING else None,
-            rope_theta=_rope_theta(rope, kind, source),
+            rope_theta=theta[kind],
         )
 
     return tuple(layer(index, kind) for index, kind in enumerate(kinds))
 
 
-def _rope_theta(rope: Mapping[str, Any], kind: str, source: str) -> float:
-    parameters = rope.get(kind) or {}
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type != "default":
-        raise EgemmaError(f"{source}: expected rope_type 'default' for {kind} but got {rope_type!r}")
-    return float(parameters.get("rope_theta", _DEFAULT_THETA[kind]))
+def _per_layer(raw: Mapping[str, Any], kinds: list[str], source: str) -> dict[int, dict[str, Any]]:
+    """`per_layer_config` by layer number (its keys are "05", "5" or 5); an explicit null overrides nothing."""
+    if "per_layer_config" not in raw:
+        return {i: {"head_dim": 512, "num_key_value_heads": 1} for i, kind in enumerate(kinds) if kind == _FULL}
+    try:
+        by_layer = {int(index): dict(values) for index, values in (raw["per_layer_config"] or {}).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise EgemmaError(f"{source}: expected per_layer_config to map layer numbers to objects") from None
+    if any(index not in range(len(kinds)) for index in by_layer):
+        raise EgemmaError(f"{source}: per_layer_config names layers outside 0…{len(kinds) - 1}: {sorted(by_layer)}")
+    return by_layer
+
+
+def _rope_theta(parameters: _Reader, kind: str) -> float:
+    parameters.only("rope_type", "default")
+    return parameters.number("rope_theta", _DEFAULT_THETA[kind])
