@@ -1,3 +1,32 @@
-"""EmbeddingGemma 2 for MLX."""
+"""EmbeddingGemma 2 for MLX: exact float32 vectors from packed batches.
+
+    model, tokenizer = egemma_mlx.load("google/embeddinggemma-2")     # model(tokens), as an mlx.nn.Module
+    vectors = egemma_mlx.Encoder().encode_query("a red bicycle")      # texts to numpy
+
+Names are resolved at first use, so that importing this package imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from egemma_mlx.encoder import Encoder
+    from egemma_mlx.errors import EgemmaError
+    from egemma_mlx.loading import generate, load
 
 __version__ = "0.1.0.dev0"
+__all__ = ["EgemmaError", "Encoder", "__version__", "generate", "load"]
+
+_HOMES = {"Encoder": "encoder", "EgemmaError": "errors", "generate": "loading", "load": "loading"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,187 @@
+"""Bidirectional attention inside the segments of a packed batch, full or within a window.
+
+    out[i] = Σ_j softmax_j(q[i]·k[j]) · v[j],  j in the segment of i, |position_i − position_j| ≤ window
+
+The scale is 1. Rows at position −1 hold no token and are no keys; what comes out at them is finite and means nothing.
+
+Positions grow by at least 1 from row to row of a segment, so a window of positions never reaches further than as many
+packed rows: keys are chosen by row (a superset) and masked by position.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from egemma_mlx.kernels.approx import exp, fused, on_cpu
+from egemma_mlx.packing import Packed, membership
+
+# Query rows scored at once: a smaller block reads less beyond its window, a larger one makes fewer, larger products.
+_BLOCK = 256
+# Finite, so that a row without keys averages to something finite.
+_MASKED = -1e30
+
+
+class Tile(NamedTuple):
+    """Query rows against key rows of one segment; `allowed` broadcasts over their scores, None allows all."""
+
+    here: slice
+    near: slice
+    allowed: mx.array | None
+
+
+class Run(NamedTuple):
+    """Neighbouring `segments` of `length` rows each, attended together tile by tile."""
+
+    start: int
+    segments: int
+    length: int
+    tiles: list[Tile]
+
+
+class Blocks(NamedTuple):
+    """All rows in blocks against the rows within `reach`, for segments that only the device knows.
+
+    Attributes:
+        near: [blocks, block + 2·reach] row numbers in a batch with `reach` rows before its first.
+        allowed: [blocks, block, block + 2·reach].
+    """
+
+    block: int
+    reach: int
+    near: mx.array
+    allowed: mx.array
+
+
+Plan = list[Run] | Blocks
+
+
+def plan(packed: Packed, window: int | None) -> Plan:
+    """Which rows meet which, once for all layers of one window.
+
+    Args:
+        window: inclusive radius, or None for full attention.
+    """
+    return _blocks(packed, window) if packed.lengths is None else _runs(packed, window)
+
+
+def attention(
+    q: mx.array, k: mx.array, v: mx.array, plan: Plan, *, heads: int, kv_heads: int, head_dim: int
+) -> mx.array:
+    """Attention over a packed batch.
+
+    Args:
+        q: [T, heads·head_dim] float32; k, v: [T, kv_heads·head_dim].
+        plan: from `plan`, of the same batch.
+
+    Returns:
+        [T, heads·head_dim] float32.
+    """
+    q, k, v = (
+        x.reshape(-1, kv_heads, x.shape[1] // (kv_heads * head_dim), head_dim).transpose(1, 2, 0, 3) for x in (q, k, v)
+    )
+    out = _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan)
+    return out.transpose(2, 0, 1, 3).reshape(-1, heads * head_dim)
+
+
+def _runs(packed: Packed, window: int | None) -> list[Run]:
+    assert packed.lengths is not None
+    runs, start = [], 0
+    for length, group in groupby(packed.lengths):
+        count = sum(1 for _ in group)
+        if length:
+            positions = packed.positions[start : start + count * length].reshape(count, length)
+            runs.append(Run(start, count, length, _tiles(positions, packed.dense, window)))
+        start += count * length
+    return runs
+
+
+def _tiles(positions: mx.array, dense: bool, window: int | None) -> list[Tile]:
+    length = positions.shape[1]
+    reach = length if window is None else window
+    tiles = []
+    for start in range(0, length, _BLOCK):
+        here = slice(start, min(start + _BLOCK, length))
+        near = slice(max(start - reach, 0), min(here.stop + reach, length))
+        allowed = None
+        # Row distances in this tile go up to max(near) − min(here) or max(here) − min(near).
+        if not dense or max(near.stop - here.start, here.stop - near.start) - 1 > reach:
+            there = positions[:, None, near]
+            allowed = there >= 0
+            if window is not None:
+                allowed = allowed & (mx.abs(positions[:, here, None] - there) <= window)
+        tiles.append(Tile(here, near, allowed))
+    return tiles
+
+
+def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run]) -> mx.array:
+    """[kv_heads, group, T, head_dim] → the same."""
+    outs, stop = [], 0
+    for run in runs:
+        stop = run.start + run.segments * run.length
+        shape = (run.segments, run.length, q.shape[-1])
+        rows = [x[:, :, run.start : stop].reshape(*x.shape[:2], *shape) for x in (q, k, v)]
+        out = [
+            _attend(rows[0][..., t.here, :], rows[1][..., t.near, :], rows[2][..., t.near, :], t.allowed)
+            for t in run.tiles
+        ]
+        whole = out[0] if len(out) == 1 else mx.concatenate(out, axis=-2)
+        outs.append(whole.reshape(*q.shape[:2], -1, q.shape[-1]))
+    if stop < q.shape[2]:
+        outs.append(mx.zeros((*q.shape[:2], q.shape[2] - stop, q.shape[3])))
+    return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
+
+
+def _blocks(packed: Packed, window: int | None) -> Blocks:
+    rows = packed.rows
+    reach = min(packed.span if window is None else min(window, packed.span), rows)
+    block = min(_BLOCK, rows)
+    count = -(-rows // block)
+    tail = count * block - rows
+    near = mx.arange(count)[:, None] * block + mx.arange(block + 2 * reach)[None, :]
+
+    def pairs(x: mx.array) -> tuple[mx.array, mx.array]:
+        outside = mx.array(-1, x.dtype)
+        here = mx.pad(x, (0, tail), constant_values=outside).reshape(count, block, 1)
+        return here, mx.take(mx.pad(x, (reach, reach + tail), constant_values=outside), near)[:, None, :]
+
+    owner = mx.argmax(membership(rows, packed.segments), axis=1).astype(mx.int32)
+    owner_here, owner_there = pairs(mx.where(packed.positions >= 0, owner, -1))
+    allowed = (owner_here == owner_there) & (owner_there >= 0)
+    if window is not None:
+        here, there = pairs(packed.positions)
+        allowed = allowed & (mx.abs(here - there) <= window)
+    return Blocks(block, reach, near, allowed)
+
+
+def _over_blocks(q: mx.array, k: mx.array, v: mx.array, plan: Blocks) -> mx.array:
+    """[kv_heads, group, T, head_dim] → the same."""
+    rows, count = q.shape[2], plan.near.shape[0]
+    tail = count * plan.block - rows
+
+    def reached(x: mx.array) -> mx.array:
+        padded = mx.pad(x, [(0, 0), (0, 0), (plan.reach, plan.reach + tail), (0, 0)])
+        return mx.take(padded, plan.near, axis=2)
+
+    blocked = mx.pad(q, [(0, 0), (0, 0), (0, tail), (0, 0)]).reshape(*q.shape[:2], count, plan.block, -1)
+    out = _attend(blocked, reached(k), reached(v), plan.allowed)
+    return out.reshape(*q.shape[:2], count * plan.block, -1)[:, :, :rows]
+
+
+def _attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None) -> mx.array:
+    """softmax(q·kᵀ)·v over the last two axes."""
+    scores = q @ k.swapaxes(-1, -2)
+    if allowed is not None:
+        scores = mx.where(allowed, scores, _MASKED)
+    if not on_cpu():
+        return mx.softmax(scores, axis=-1) @ v
+    # exp in multiply-adds; the sum as a product with ones, which BLAS adds up in blocks and so more exactly.
+    weights = _shifted_exp(scores, scores.max(axis=-1, keepdims=True))
+    return (weights @ v) / (weights @ mx.ones((weights.shape[-1], 1)))
+
+
+@fused
+def _shifted_exp(scores: mx.array, top: mx.array) -> mx.array:
+    return exp(scores - top)

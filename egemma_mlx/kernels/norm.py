@@ -1,0 +1,48 @@
+"""RMS norms over rows, and the residual add that lies between two of them.
+
+    rms(x) = x · (mean(x²) + eps)^−½
+
+Weights multiply as they are (w, not 1 + w).
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+def rms_norm(x: mx.array, w: mx.array | None, *, eps: float, pre: float = 1.0) -> mx.array:
+    """rms(pre·x)·w over the last axis.
+
+    Args:
+        x: [..., D] float32.
+        w: [D] float32, or None for no weight.
+        pre: a scale that x would carry; folded into eps, since rms(pre·x) under eps is rms(x) under eps/pre².
+    """
+    return mx.fast.rms_norm(x, w, eps / (pre * pre))
+
+
+def add_norm(
+    h: mx.array,
+    y: mx.array,
+    w: mx.array,
+    *,
+    eps: float,
+    post: mx.array | None = None,
+    next_w: mx.array | None = None,
+) -> tuple[mx.array, mx.array | None]:
+    """The end of a residual block and the start of the next: h' = (h + rms(y)·w)·post and a = rms(h')·next_w.
+
+    Args:
+        h: [T, D] float32, the residual stream.
+        y: [T, D] float32, the block's output.
+        w: [D] float32, the block's post-norm.
+        post: [1] float32, the layer scalar, or None for 1.
+        next_w: [D] float32, the next block's pre-norm, or None where nothing is normed.
+
+    Returns:
+        (h', a), both [T, D] float32; a is None without `next_w`.
+    """
+    h = h + rms_norm(y, w, eps=eps)
+    if post is not None:
+        h = h * post
+    return h, None if next_w is None else rms_norm(h, next_w, eps=eps)

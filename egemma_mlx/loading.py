@@ -1,0 +1,119 @@
+"""From a folder or a hub id to a model and its tokenizer, and the one-call `generate`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from egemma_mlx import blas, checkpoint
+from egemma_mlx.config import Config
+from egemma_mlx.errors import EgemmaError
+from egemma_mlx.models.encoder import EmbeddingGemma2, EmbeddingOutput
+from egemma_mlx.tokenizer import Tokenizer
+
+DEFAULT_MODEL = "google/embeddinggemma-2"
+_EMBEDDINGS = "language_model.embed_tokens.weight"
+
+
+def load(
+    path_or_hf_repo: str | Path = DEFAULT_MODEL,
+    *,
+    revision: str | None = None,
+    modalities: Iterable[str] = ("text",),
+    precision: Literal["float32"] = "float32",
+    compiled: bool | None = None,
+) -> tuple[EmbeddingGemma2, Tokenizer]:
+    """Load a checkpoint.
+
+    Args:
+        path_or_hf_repo: a folder, or a hub id.
+        revision: of the hub repository.
+        modalities: the towers to load; this version has the text model alone.
+        precision: of all arithmetic. "float32" also keeps TF32 out of matrix products (`MLX_ENABLE_TF32=0`, unless
+            that variable is set already) and warns if it came too late for that.
+        compiled: whether the whole forward is compiled; None: on a GPU.
+
+    Returns:
+        The model with its weights evaluated, and the tokenizer.
+
+    Raises:
+        EgemmaError: the checkpoint cannot be had, or a file in it is not what it should be.
+    """
+    modalities = tuple(modalities)
+    if modalities != ("text",):
+        raise EgemmaError(f"expected modalities ('text',), all that this version runs, but got {modalities}")
+    if precision != "float32":
+        raise EgemmaError(f"expected precision 'float32' but got {precision!r}")
+    _exact_products()
+    blas.warn_if_slow()
+    folder = checkpoint.resolve(path_or_hf_repo, revision)
+    config = Config.from_file(folder / "config.json")
+    tokenizer = Tokenizer.from_folder(folder, config)
+    model = EmbeddingGemma2(config, compiled=compiled)
+    weights = checkpoint.load_tensors(folder, config, modalities)
+    model.load_weights([(name, _resident(name, weights.pop(name))) for name in list(weights)])
+    mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def generate(
+    model: EmbeddingGemma2,
+    tokenizer: Tokenizer,
+    texts: str | Sequence[str],
+    images: None = None,
+    max_length: int = 512,
+    padding: bool = True,
+    truncation: bool = True,
+    **kwargs: Any,
+) -> EmbeddingOutput:
+    """Embed texts in one call, with the arguments of `mlx_embeddings.generate`.
+
+    Texts longer than `max_length` are cut with EOS kept, and one warning says how many were.
+
+    Args:
+        kwargs: passed to the model; `resize_shape`, which is about images, is ignored.
+
+    Returns:
+        The model's output, lazy, one row a text.
+    """
+    if images is not None:
+        raise EgemmaError("[generate] expected images=None: this version embeds text alone")
+    kwargs.pop("resize_shape", None)
+    inputs = tokenizer(
+        [texts] if isinstance(texts, str) else texts,
+        padding=padding,
+        truncation=truncation,
+        max_length=min(max_length, tokenizer.max_length) if truncation else None,
+        return_tensors="mlx",
+    )
+    return model(**inputs, **kwargs)
+
+
+def _resident(name: str, weight: mx.array) -> mx.array:
+    """A weight as the device keeps it: bfloat16 on a GPU, which widens it in registers; float32 on the CPU, where
+    widening at every call costs more than the product. The embedding table stays as it is: few rows of it are read."""
+    if name == _EMBEDDINGS or mx.default_device() != mx.Device(mx.cpu):
+        return weight
+    widened = weight.astype(mx.float32)
+    mx.eval(widened)
+    return widened
+
+
+def _exact_products() -> None:
+    """Keep TF32 out of float32 products; MLX reads the variable at its first product on a GPU."""
+    if os.environ.setdefault("MLX_ENABLE_TF32", "0") != "0" or mx.default_device() == mx.Device(mx.cpu):
+        return
+    # 1 + 2⁻¹² is a float32 that TF32 rounds to 1. A square large enough to take the matrix units.
+    probe = mx.full((256, 256), 1 + 2.0**-12)
+    if (probe @ mx.eye(256))[0, 0].item() == 1.0:
+        warnings.warn(
+            "float32 products run in TF32: something multiplied matrices before egemma_mlx.load. "
+            "Set MLX_ENABLE_TF32=0, or load the model first.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

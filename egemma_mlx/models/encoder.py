@@ -1,0 +1,206 @@
+"""EmbeddingGemma 2 as one `mlx.nn.Module`: ids and a mask, or a packed batch, to vectors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from egemma_mlx import packing
+from egemma_mlx.config import Config
+from egemma_mlx.errors import EgemmaError
+from egemma_mlx.kernels import OPS, Kernels
+from egemma_mlx.kernels.qkv import Rope
+from egemma_mlx.models.text import RopeTables, TextModel, project
+from egemma_mlx.packing import Packed
+
+
+class EmbeddingOutput(NamedTuple):
+    """What `model(...)` returns; all float32 and lazy.
+
+    Attributes:
+        last_hidden_state: [B, L, embedding_dim], projected token states, 0 at padding ([T, …] for a packed batch).
+            Costs nothing unless it is read.
+        text_embeds: [B, embedding_dim], unit vectors; zeros for a row without tokens.
+        pooler_output: [B, embedding_dim], pooled and projected, not normalised.
+    """
+
+    last_hidden_state: mx.array
+    text_embeds: mx.array
+    pooler_output: mx.array
+
+
+class EmbeddingGemma2(nn.Module):
+    """The model, its parameters under the checkpoint's names.
+
+    Args:
+        config: of the checkpoint.
+        kernels: the implementation of the kernel functions.
+        compiled: run the whole forward under `mx.compile`, with T and S in buckets. None: on a GPU. (MLX's CPU
+            compiler calls g++ for every fused kernel; there, leaf functions alone are compiled.)
+    """
+
+    def __init__(self, config: Config, kernels: Kernels = OPS, compiled: bool | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.kernels = kernels
+        self.compiled = mx.default_device() != mx.Device(mx.cpu) if compiled is None else compiled
+        self.language_model = TextModel(config.text)
+        self._rope = RopeTables(config.text)
+        self._compiled = mx.compile(self._traced, inputs=[self.language_model.state])
+
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None = None,
+        *,
+        segments: mx.array | np.ndarray | None = None,
+        positions: mx.array | None = None,
+        validate: bool = False,
+    ) -> EmbeddingOutput:
+        """Embed a padded batch, or a packed one.
+
+        Nothing is evaluated. Without a mask nothing is read on the host, with one the mask alone is, before the
+        forward; under `mx.compile` or `mx.export_function`, and with `segments`, nothing is.
+
+        Args:
+            input_ids: [B, L] integer, or [T] with `segments`.
+            attention_mask: [B, L], nonzero where there is a token. Padding may be on either side, and holes are
+                legal: RoPE and the window go by the column.
+            segments: [S, 2] integer (start, length) of the texts in a packed row [T], starts ascending.
+            positions: [T] integer, for RoPE and the window; with `segments` only. Default: 0…n−1 in each segment.
+            validate: also check contents (ids in the vocabulary, no NaN in the mask), which reads them on the host.
+
+        Raises:
+            EgemmaError: shapes or dtypes that do not fit; with `validate`, contents.
+        """
+        ids = _integers(input_ids, "input_ids")
+        if validate:
+            _check_ids(ids, self.config.text.vocab_size)
+        if segments is not None:
+            return self._embed_row(ids, attention_mask, segments, positions)
+        if positions is not None:
+            raise EgemmaError("[model] expected segments beside positions but got positions alone")
+        if ids.ndim != 2:
+            raise EgemmaError(f"[model] expected input_ids of shape [B, L] but got {ids.shape}")
+        if attention_mask is None:
+            return self._embed_full_grid(ids)
+        mask = _mask(attention_mask, ids)
+        if validate and bool(mx.isnan(mask.astype(mx.float32)).any()):
+            raise EgemmaError("[model] expected attention_mask of 0 and 1 but it holds NaN")
+        return self._embed_masked_grid(ids, mask)
+
+    def pooled(self, packed: Packed) -> mx.array:
+        """Packed batch → pooled, projected vectors [S, embedding_dim] float32, not normalised."""
+        return self._run(packed)[1]
+
+    def _embed_full_grid(self, ids: mx.array) -> EmbeddingOutput:
+        if ids.size == 0:
+            return self._nothing(ids)
+        states, pooled = self._run(packing.from_grid(ids))
+        return self._output(self._project(states[: ids.size]).reshape(*ids.shape, -1), pooled)
+
+    def _embed_masked_grid(self, ids: mx.array, mask: mx.array) -> EmbeddingOutput:
+        if ids.size == 0:
+            return self._nothing(ids)
+        try:
+            host_mask = np.array(mask)
+        except ValueError:  # being traced
+            packed = packing.from_traced_grid(ids, mask)
+            states, pooled = self._run(packed)
+            grid = self._project(states[: ids.size]).reshape(*ids.shape, -1)
+            return self._output(mx.where((mask != 0)[..., None], grid, 0.0), pooled)
+        packed, rows = packing.from_masked_grid(ids, host_mask)
+        states, pooled = self._run(packed)
+        return self._output(packing.unpack(self._project(states), rows), pooled)
+
+    def _embed_row(
+        self,
+        ids: mx.array,
+        attention_mask: mx.array | None,
+        segments: mx.array | np.ndarray,
+        positions: mx.array | None,
+    ) -> EmbeddingOutput:
+        if attention_mask is not None:
+            raise EgemmaError("[model] expected segments or attention_mask but got both")
+        if ids.ndim != 1 or ids.size == 0:
+            raise EgemmaError(f"[model] expected input_ids of shape [T] beside segments but got {ids.shape}")
+        if not isinstance(segments, mx.array):
+            segments = np.asarray(segments)
+        if segments.ndim != 2 or segments.shape[1] != 2:
+            raise EgemmaError(f"[model] expected segments of shape [S, 2] but got {tuple(segments.shape)}")
+        if positions is not None:
+            positions = _integers(positions, "positions")
+            if positions.shape != ids.shape:
+                raise EgemmaError(f"[model] expected positions of shape {ids.shape} but got {positions.shape}")
+        packed = packing.from_segments(ids, segments, positions, self.config.text.max_position_embeddings)
+        states, pooled = self._run(packed)
+        hidden = mx.where((packed.positions >= 0)[:, None], self._project(states[: ids.size]), 0.0)
+        return self._output(hidden, pooled)
+
+    def _output(self, last_hidden_state: mx.array, pooled: mx.array) -> EmbeddingOutput:
+        return EmbeddingOutput(last_hidden_state, normalize(pooled), pooled)
+
+    def _nothing(self, ids: mx.array) -> EmbeddingOutput:
+        dim = self.config.text.embedding_dim
+        vectors = mx.zeros((ids.shape[0], dim))
+        return EmbeddingOutput(mx.zeros((*ids.shape, dim)), vectors, vectors)
+
+    def _project(self, states: mx.array) -> mx.array:
+        text = self.language_model
+        normed = self.kernels.rms_norm(states, text.norm.weight, eps=text.config.rms_norm_eps)
+        return project(self.kernels, normed, text.embedding_projection)[0]
+
+    def _run(self, packed: Packed) -> tuple[mx.array, mx.array]:
+        """States [≥ T, hidden] before the final norm, and pooled, projected vectors [S, embedding_dim]."""
+        slots = packed.segments.shape[0]
+        tables = self._rope(packed.reach)
+        if self.compiled:
+            batch = packed.padded(*packing.bucket(packed.rows, slots)).anonymous()
+            states, pooled = self._compiled(batch.tokens, batch.positions, batch.segments, batch.span, tables)
+        else:
+            # Rows in eights for BLAS; at least eight, for a batch without a token.
+            batch = packed.padded(max(-(-packed.rows // 8), 1) * 8, slots)
+            states, pooled = self._forward(batch, tables)
+        return states, pooled[:slots]
+
+    def _forward(self, packed: Packed, tables: list[Rope]) -> tuple[mx.array, mx.array]:
+        text, eps = self.language_model, self.config.text.rms_norm_eps
+        states = text(text.embed(packed.tokens), packed, tables, self.kernels)
+        mean = self.kernels.pool(states, text.norm.weight, packed, eps=eps)
+        return states, project(self.kernels, mean, text.embedding_projection)[0]
+
+    def _traced(
+        self, tokens: mx.array, positions: mx.array, segments: mx.array, span: int, tables: list[Rope]
+    ) -> tuple[mx.array, mx.array]:
+        """`_forward` on what a trace may depend on: arrays, and the span that fixes sizes."""
+        return self._forward(Packed(tokens, positions, segments, None, False, span, 0), tables)
+
+
+def normalize(x: mx.array) -> mx.array:
+    """x / max(‖x‖, 1e-12) over the last axis, float32, as torch.nn.functional.normalize; 0 stays 0."""
+    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+def _integers(value: mx.array, name: str) -> mx.array:
+    if not isinstance(value, mx.array):
+        value = mx.array(np.asarray(value))
+    if not mx.issubdtype(value.dtype, mx.integer):
+        raise EgemmaError(f"[model] expected {name} of an integer dtype but got {value.dtype}")
+    return value
+
+
+def _mask(value: mx.array, ids: mx.array) -> mx.array:
+    mask = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
+    if mask.shape != ids.shape:
+        raise EgemmaError(f"[model] expected attention_mask of shape {ids.shape} but got {mask.shape}")
+    if mask.dtype == mx.complex64:
+        raise EgemmaError(f"[model] expected attention_mask of a boolean or real dtype but got {mask.dtype}")
+    return mask
+
+
+def _check_ids(ids: mx.array, vocab_size: int) -> None:
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        raise EgemmaError(f"[model] expected input_ids in 0…{vocab_size - 1} but got {int(ids.min())}…{int(ids.max())}")

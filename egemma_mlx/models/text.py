@@ -1,0 +1,205 @@
+"""The text model: 24 layers of attention, gated MLP and per-layer embedding over a packed batch.
+
+Read from the bottom: `TextModel.__call__` is the forward. Parameters have the checkpoint's names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from egemma_mlx.config import LayerConfig, TextConfig
+from egemma_mlx.kernels import Kernels
+from egemma_mlx.kernels.qkv import Rope, rope_table
+from egemma_mlx.packing import Packed
+
+
+def project(kernels: Kernels, x: mx.array, *layers: nn.Module) -> tuple[mx.array, ...]:
+    """x through each linear layer: plain weights in one kernel, layers that an adapter or quantiser put in by their
+    own forward."""
+    if all(type(layer) is nn.Linear for layer in layers):
+        outputs: tuple[mx.array, ...] = kernels.linear(x, *(layer.weight for layer in layers))
+        return outputs
+    return tuple(layer(x) for layer in layers)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TextConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        self.layer = layer
+        self.eps = config.rms_norm_eps
+        q_width, kv_width = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(layer.head_dim)
+        self.k_norm = nn.RMSNorm(layer.head_dim)
+
+    def __call__(self, x: mx.array, kernels: Kernels, angles: Any, plan: Any) -> mx.array:
+        layer = self.layer
+        q, k, v = project(kernels, x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = kernels.qkv_prep(
+            q, k, v, self.q_norm.weight, self.k_norm.weight, angles, head_dim=layer.head_dim, eps=self.eps
+        )
+        out = kernels.attention(q, k, v, plan, heads=layer.heads, kv_heads=layer.kv_heads, head_dim=layer.head_dim)
+        return project(kernels, out, self.o_proj)[0]
+
+
+class MLP(nn.Module):
+    """down(gelu(gate(x))·up(x))"""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array, kernels: Kernels) -> mx.array:
+        gate, up = project(kernels, x, self.gate_proj, self.up_proj)
+        return project(kernels, kernels.gelu_mul(gate, up), self.down_proj)[0]
+
+
+class PLEBlock(nn.Module):
+    """projection(gelu(gate(x))·p), p this layer's per-layer embedding"""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.per_layer_input_gate = nn.Linear(config.hidden_size, config.hidden_size_per_layer_input, bias=False)
+        self.per_layer_projection = nn.Linear(config.hidden_size_per_layer_input, config.hidden_size, bias=False)
+        self.post_per_layer_input_norm = nn.RMSNorm(config.hidden_size)
+
+    def __call__(self, x: mx.array, p: mx.array, kernels: Kernels) -> mx.array:
+        (gate,) = project(kernels, x, self.per_layer_input_gate)
+        return project(kernels, kernels.gelu_mul(gate, p), self.per_layer_projection)[0]
+
+
+class PLE(nn.Module):
+    """Per-layer embeddings, a projection of the input embeddings x₀: p_l = rms(W_l·x₀·hidden^−½)·w.
+
+    One layer's rows of W at a time: all 24 at once would be [T, 24·512].
+    """
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.width = config.hidden_size_per_layer_input
+        self.scale = config.hidden_size**-0.5
+        self.eps = config.rms_norm_eps
+        self.per_layer_model_projection = nn.Linear(
+            config.hidden_size, config.num_hidden_layers * self.width, bias=False
+        )
+        self.per_layer_projection_norm = nn.RMSNorm(self.width)
+
+    def __call__(self, x0: mx.array, layer: int, kernels: Kernels) -> mx.array:
+        rows = slice(layer * self.width, (layer + 1) * self.width)
+        if type(self.per_layer_model_projection) is nn.Linear:
+            (p,) = kernels.linear(x0, self.per_layer_model_projection.weight[rows])
+        else:
+            p = self.per_layer_model_projection(x0)[:, rows]
+        normed: mx.array = kernels.rms_norm(p, self.per_layer_projection_norm.weight, eps=self.eps, pre=self.scale)
+        return normed
+
+
+class Layer(nn.Module):
+    def __init__(self, config: TextConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.ple_block = PLEBlock(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
+        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size)
+        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size)
+        self.layer_scalar = mx.ones((1,))
+
+    def __call__(
+        self,
+        h: mx.array,
+        x: mx.array,
+        p: mx.array,
+        next_w: mx.array | None,
+        kernels: Kernels,
+        angles: Any,
+        plan: Any,
+    ) -> tuple[mx.array, mx.array | None]:
+        """The residual stream h and its norm x → the same after this layer, x normed by `next_w`."""
+        attended = self.self_attn(x, kernels, angles, plan)
+        h, x = kernels.add_norm(
+            h,
+            attended,
+            self.post_attention_layernorm.weight,
+            eps=self.eps,
+            next_w=self.pre_feedforward_layernorm.weight,
+        )
+        h, _ = kernels.add_norm(h, self.mlp(x, kernels), self.post_feedforward_layernorm.weight, eps=self.eps)
+        output: tuple[mx.array, mx.array | None] = kernels.add_norm(
+            h,
+            self.ple_block(h, p, kernels),
+            self.ple_block.post_per_layer_input_norm.weight,
+            eps=self.eps,
+            post=self.layer_scalar,
+            next_w=next_w,
+        )
+        return output
+
+
+def rope_kinds(config: TextConfig) -> list[tuple[int, float]]:
+    """The (head_dim, θ) pairs of the layers, in the order of `RopeTables`."""
+    return sorted({(layer.head_dim, layer.rope_theta) for layer in config.layers})
+
+
+class RopeTables:
+    """RoPE's cos and sin by position, one table for each of `rope_kinds`, grown when a longer input comes."""
+
+    def __init__(self, config: TextConfig) -> None:
+        self.kinds = rope_kinds(config)
+        self.length = 0
+        self.tables: list[Rope] = []
+
+    def __call__(self, length: int) -> list[Rope]:
+        """Tables for positions below `length` or more. They grow eightfold, because a new size is a new trace."""
+        if length > self.length:
+            size = max(self.length, 1024)
+            while size < length:
+                size *= 8
+            self.tables, self.length = [rope_table(size, *kind) for kind in self.kinds], size
+        return self.tables
+
+
+class TextModel(nn.Module):
+    """Token ids → the residual stream before the final norm, and the projection after it."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.ple = PLE(config)
+        self.layers = [Layer(config, layer) for layer in config.layers]
+        self.norm = nn.RMSNorm(config.hidden_size)
+        self.embedding_projection = nn.Linear(config.hidden_size, config.embedding_dim, bias=False)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Ids [T] → input embeddings [T, hidden] float32; only the gathered rows of the table are widened."""
+        rows: mx.array = self.embed_tokens(tokens)
+        return rows.astype(mx.float32) * math.sqrt(self.config.hidden_size)
+
+    def __call__(self, x0: mx.array, packed: Packed, tables: list[Rope], kernels: Kernels) -> mx.array:
+        """Input embeddings [T, hidden] → the residual stream [T, hidden] after the last layer.
+
+        Args:
+            tables: from `RopeTables`.
+        """
+        kinds = rope_kinds(self.config)
+        angles = {kind: kernels.rope(table, packed.positions) for kind, table in zip(kinds, tables, strict=True)}
+        plans = {window: kernels.plan(packed, window) for window in {layer.window for layer in self.config.layers}}
+        norms = [layer.input_layernorm.weight for layer in self.layers]
+        h, x = x0, kernels.rms_norm(x0, norms[0], eps=self.config.rms_norm_eps)
+        for index, (layer, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+            p = self.ple(x0, index, kernels)
+            next_w = norms[index + 1] if index + 1 < len(norms) else None
+            h, x = layer(h, x, p, next_w, kernels, angles[spec.head_dim, spec.rope_theta], plans[spec.window])
+        return h
