@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from egemma_mlx import vectors
+from egemma_mlx import lanes, vectors
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.loading import DEFAULT_MODEL, load
 from egemma_mlx.packing import pack, token_batches
 
-# Tokens of one forward. On a GPU enough to fill it; on the CPU what stays near the caches.
-_BATCH_TOKENS = {"gpu": 16_384, "cpu": 2_048}
+# Tokens of one forward: on a GPU enough to fill it; on the CPU little, so that batches share the cores evenly.
+_BATCH_TOKENS = {"gpu": 16_384, "cpu": 512}
 # Seconds before a progress bar shows that was not asked for.
 _BAR_DELAY = 2.0
 
@@ -28,7 +27,8 @@ _BAR_DELAY = 2.0
 class Encoder:
     """Embeds texts with one checkpoint.
 
-    Calls from several threads are safe: they tokenize side by side and run the model one after the other.
+    Calls from several threads are safe: they tokenize side by side, and take turns at the model, which runs on threads
+    of its own (`egemma_mlx.lanes`).
 
     Args:
         path_or_hf_repo: a folder or a hub id.
@@ -41,7 +41,6 @@ class Encoder:
 
     def __init__(self, path_or_hf_repo: str | Path = DEFAULT_MODEL, **load_options: Any) -> None:
         self.model, self.tokenizer = load(path_or_hf_repo, **load_options)
-        self._lock = threading.Lock()
 
     @property
     def prompts(self) -> Any:
@@ -101,10 +100,13 @@ class Encoder:
         budget = _positive(batch_tokens, "batch_tokens") or _BATCH_TOKENS[_device()]
         batches = list(token_batches([len(x) for x in ids], budget, _positive(batch_size, "batch_size")))
         pooled = np.zeros((len(ids), self.get_embedding_dimension()), np.float32)
-        with self._lock, _bar(len(ids), show_progress_bar) as bar:
-            for batch in batches:
-                rows = self.model.pooled(pack([ids[i] for i in batch]))
-                pooled[batch] = np.array(rows)
+
+        def run(batch: list[int]) -> tuple[list[int], NDArray[np.float32]]:
+            return batch, np.array(self.model.pooled(pack([ids[i] for i in batch])))
+
+        with _bar(len(ids), show_progress_bar) as bar:
+            for batch, rows in lanes.run(run, batches):
+                pooled[batch] = rows
                 bar.update(len(batch))
         out = vectors.truncate(pooled, truncate_dim)
         if normalize_embeddings:

@@ -55,8 +55,10 @@ def quantize(vectors: Floats, precision: Precision, ranges: Floats | None = None
     if precision == "float32":
         return vectors
     if precision in ("binary", "ubinary"):
-        bits: NDArray[Any] = np.packbits(vectors > 0, axis=-1)
-        return bits if precision == "ubinary" else (bits ^ 0x80).view(np.int8)
+        bits = np.packbits(vectors > 0, axis=-1)
+        # The reference stores signed bytes in excess 128.
+        signed: NDArray[Any] = (bits.astype(np.int16) - 128).astype(np.int8)
+        return bits if precision == "ubinary" else signed
     if len(vectors) == 0:
         return vectors.astype(precision)
     if ranges is None:

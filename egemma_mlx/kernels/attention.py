@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from egemma_mlx.kernels.approx import exp, fused, on_cpu
+from egemma_mlx.kernels.approx import fused, on_cpu, softmax_exp
 from egemma_mlx.packing import Packed, membership
 
 # Query rows scored at once: a smaller block reads less beyond its window, a larger one makes fewer, larger products.
@@ -67,23 +67,24 @@ def plan(packed: Packed, window: int | None) -> Plan:
     return _blocks(packed, window) if packed.lengths is None else _runs(packed, window)
 
 
-def attention(
-    q: mx.array, k: mx.array, v: mx.array, plan: Plan, *, heads: int, kv_heads: int, head_dim: int
-) -> mx.array:
-    """Attention over a packed batch.
+def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan) -> mx.array:
+    """Attention over a packed batch; query heads share kv heads in order.
 
     Args:
-        q: [T, heads·head_dim] float32; k, v: [T, kv_heads·head_dim].
+        q: [T, heads, head_dim] float32; k, v: [T, kv_heads, head_dim].
         plan: from `plan`, of the same batch.
 
     Returns:
         [T, heads·head_dim] float32.
     """
-    q, k, v = (
-        x.reshape(-1, kv_heads, x.shape[1] // (kv_heads * head_dim), head_dim).transpose(1, 2, 0, 3) for x in (q, k, v)
-    )
-    out = _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan)
-    return out.transpose(2, 0, 1, 3).reshape(-1, heads * head_dim)
+    rows, kv_heads, head_dim = k.shape
+    q, k, v = (x.transpose(1, 0, 2).reshape(kv_heads, -1, rows, head_dim) for x in (q, k, v))
+    return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan)
+
+
+def _rows_first(out: mx.array) -> mx.array:
+    """[kv_heads, group, rows, head_dim] → [rows, heads·head_dim]."""
+    return out.transpose(2, 0, 1, 3).reshape(out.shape[2], -1)
 
 
 def _runs(packed: Packed, window: int | None) -> list[Run]:
@@ -117,21 +118,18 @@ def _tiles(positions: mx.array, dense: bool, window: int | None) -> list[Tile]:
 
 
 def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run]) -> mx.array:
-    """[kv_heads, group, T, head_dim] → the same."""
+    """[kv_heads, group, T, head_dim] → [T, heads·head_dim]."""
     outs, stop = [], 0
     for run in runs:
         stop = run.start + run.segments * run.length
         shape = (run.segments, run.length, q.shape[-1])
-        rows = [x[:, :, run.start : stop].reshape(*x.shape[:2], *shape) for x in (q, k, v)]
-        out = [
-            _attend(rows[0][..., t.here, :], rows[1][..., t.near, :], rows[2][..., t.near, :], t.allowed)
-            for t in run.tiles
-        ]
-        whole = out[0] if len(out) == 1 else mx.concatenate(out, axis=-2)
-        outs.append(whole.reshape(*q.shape[:2], -1, q.shape[-1]))
+        qs, ks, vs = (x[:, :, run.start : stop].reshape(*x.shape[:2], *shape) for x in (q, k, v))
+        tiles = [_attend(qs[..., t.here, :], ks[..., t.near, :], vs[..., t.near, :], t.allowed) for t in run.tiles]
+        out = tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=-2)
+        outs.append(_rows_first(out.reshape(*q.shape[:2], -1, q.shape[-1])))
     if stop < q.shape[2]:
-        outs.append(mx.zeros((*q.shape[:2], q.shape[2] - stop, q.shape[3])))
-    return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
+        outs.append(mx.zeros((q.shape[2] - stop, q.shape[0] * q.shape[1] * q.shape[3])))
+    return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
 
 def _blocks(packed: Packed, window: int | None) -> Blocks:
@@ -157,7 +155,7 @@ def _blocks(packed: Packed, window: int | None) -> Blocks:
 
 
 def _over_blocks(q: mx.array, k: mx.array, v: mx.array, plan: Blocks) -> mx.array:
-    """[kv_heads, group, T, head_dim] → the same."""
+    """[kv_heads, group, T, head_dim] → [T, heads·head_dim]."""
     rows, count = q.shape[2], plan.near.shape[0]
     tail = count * plan.block - rows
 
@@ -167,7 +165,7 @@ def _over_blocks(q: mx.array, k: mx.array, v: mx.array, plan: Blocks) -> mx.arra
 
     blocked = mx.pad(q, [(0, 0), (0, 0), (0, tail), (0, 0)]).reshape(*q.shape[:2], count, plan.block, -1)
     out = _attend(blocked, reached(k), reached(v), plan.allowed)
-    return out.reshape(*q.shape[:2], count * plan.block, -1)[:, :, :rows]
+    return _rows_first(out.reshape(*q.shape[:2], count * plan.block, -1)[:, :, :rows])
 
 
 def _attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None) -> mx.array:
@@ -184,4 +182,4 @@ def _attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None) -> 
 
 @fused
 def _shifted_exp(scores: mx.array, top: mx.array) -> mx.array:
-    return exp(scores - top)
+    return softmax_exp(scores - top)

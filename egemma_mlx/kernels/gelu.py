@@ -9,24 +9,29 @@ import math
 
 import mlx.core as mx
 
-from egemma_mlx.kernels.approx import fused, on_cpu, tanh
+from egemma_mlx.kernels.approx import fused, on_cpu, tanh, tanh_clamp
 
-_SCALE = math.sqrt(2 / math.pi)
+_Z1 = math.sqrt(2 / math.pi)
+_Z3 = 0.044715 * _Z1
 
 
 def gelu_mul(g: mx.array, u: mx.array) -> mx.array:
     """gelu_tanh(g)·u, elementwise over two float32 arrays of one shape."""
-    return _gelu_mul_cpu(g, u) if on_cpu() else _gelu_mul(g, u)
+    return _gate_cpu(_argument_cpu(g), g, u) if on_cpu() else _gate(g, u)
 
 
 @fused
-def _gelu_mul(g: mx.array, u: mx.array) -> mx.array:
+def _gate(g: mx.array, u: mx.array) -> mx.array:
     # ½·g·(1 + tanh z) = g / (1 + exp(−2z)): one exp, and right in both tails.
-    z = _SCALE * (g + 0.044715 * g * g * g)
-    return g / (1 + mx.exp(-2 * z)) * u
+    return g / (1 + mx.exp(-2 * (g * (_Z1 + _Z3 * (g * g))))) * u
 
 
 @fused
-def _gelu_mul_cpu(g: mx.array, u: mx.array) -> mx.array:
-    half = 0.5 * g
-    return (half + half * tanh(g * (_SCALE + (0.044715 * _SCALE) * (g * g)))) * u
+def _argument_cpu(g: mx.array) -> mx.array:
+    return tanh_clamp(g * (_Z1 + _Z3 * (g * g)))
+
+
+@fused
+def _gate_cpu(z: mx.array, g: mx.array, u: mx.array) -> mx.array:
+    half = 0.5 * g * u
+    return half + half * tanh(z)

@@ -7,7 +7,11 @@ Weights multiply as they are (w, not 1 + w).
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
+
+from egemma_mlx.kernels.approx import fused, on_cpu
 
 
 def rms_norm(x: mx.array, w: mx.array | None, *, eps: float, pre: float = 1.0) -> mx.array:
@@ -18,7 +22,10 @@ def rms_norm(x: mx.array, w: mx.array | None, *, eps: float, pre: float = 1.0) -
         w: [D] float32, or None for no weight.
         pre: a scale that x would carry; folded into eps, since rms(pre·x) under eps is rms(x) under eps/pre².
     """
-    return mx.fast.rms_norm(x, w, eps / (pre * pre))
+    eps = eps / (pre * pre)
+    if w is None or not on_cpu():
+        return mx.fast.rms_norm(x, w, eps)
+    return _scaled(x, inverse_rms(x, eps), w)
 
 
 def add_norm(
@@ -42,7 +49,28 @@ def add_norm(
     Returns:
         (h', a), both [T, D] float32; a is None without `next_w`.
     """
-    h = h + rms_norm(y, w, eps=eps)
-    if post is not None:
-        h = h * post
+    post = mx.ones((1,)) if post is None else post.astype(mx.float32)
+    h = _add(h, y, inverse_rms(y, eps), w, post) if on_cpu() else (h + rms_norm(y, w, eps=eps)) * post
     return h, None if next_w is None else rms_norm(h, next_w, eps=eps)
+
+
+def inverse_rms(x: mx.array, eps: float) -> mx.array:
+    """(mean(x²) + eps)^−½ over the last axis, [..., 1]; the mean as a matrix product, a third of MLX's CPU time."""
+    return mx.rsqrt((x * x) @ _mean_column(x.shape[-1]) + eps)
+
+
+@cache
+def _mean_column(width: int) -> mx.array:
+    column = mx.full((width, 1), 1 / width)
+    mx.eval(column)
+    return column
+
+
+@fused
+def _scaled(x: mx.array, inverse: mx.array, w: mx.array) -> mx.array:
+    return x * inverse * w
+
+
+@fused
+def _add(h: mx.array, y: mx.array, inverse: mx.array, w: mx.array, post: mx.array) -> mx.array:
+    return (h + y * inverse * w) * post

@@ -12,17 +12,25 @@ import mlx.core as mx
 import numpy as np
 
 from egemma_mlx.kernels.approx import fused
+from egemma_mlx.kernels.norm import inverse_rms
 
 
 class Rope(NamedTuple):
-    """cos and sin of RoPE's angles, each [rows, head_dim/2] float32: one row a position, or one a packed row."""
+    """cos and sin of RoPE's angles by position, each [positions, head_dim/2] float32."""
+
+    cos: mx.array
+    sin: mx.array
+
+
+class Angles(NamedTuple):
+    """The angles of every packed row, for both halves of a head: (cos | cos) and (−sin | sin), [T, 2, head_dim/2]."""
 
     cos: mx.array
     sin: mx.array
 
 
 def rope_table(length: int, head_dim: int, theta: float) -> Rope:
-    """cos and sin for positions 0…length−1, each [length, head_dim/2] float32, evaluated.
+    """cos and sin for positions 0…length−1, evaluated.
 
     Frequencies θ^(−2i/head_dim) and their products with the position are float32, as the reference's are: at
     position 8,191 an angle from float64 frequencies would differ by 5e-4.
@@ -33,10 +41,11 @@ def rope_table(length: int, head_dim: int, theta: float) -> Rope:
     return Rope(*(mx.array(f(angle).astype(np.float32)) for f in (np.cos, np.sin)))
 
 
-def rope(table: Rope, positions: mx.array) -> Rope:
-    """The angles of every packed row, once for all layers of one θ; rows without a token take position 0."""
+def rope(table: Rope, positions: mx.array) -> Angles:
+    """The angles of packed rows at `positions` [T], once for all layers of one θ; a row without a token takes 0."""
     rows = mx.maximum(positions, 0)
-    return Rope(table.cos[rows], table.sin[rows])
+    cos, sin = table.cos[rows], table.sin[rows]
+    return Angles(mx.stack([cos, cos], axis=1), mx.stack([-sin, sin], axis=1))
 
 
 def qkv_prep(
@@ -45,7 +54,7 @@ def qkv_prep(
     v: mx.array,
     q_w: mx.array,
     k_w: mx.array,
-    angles: Rope,
+    angles: Angles,
     *,
     head_dim: int,
     eps: float,
@@ -58,25 +67,32 @@ def qkv_prep(
         angles: from `rope`, of these rows.
 
     Returns:
-        q', k', v' in the shapes of q, k, v.
+        q' [T, heads, head_dim], k' and v' [T, kv_heads, head_dim] (here views of head-major arrays, which is how the
+        products of attention want them).
     """
 
-    def heads(x: mx.array) -> mx.array:
-        return x.reshape(x.shape[0], -1, head_dim)
+    def split(x: mx.array) -> tuple[mx.array, mx.array]:
+        """[heads, T, 2, head_dim/2], and 1/rms [heads, T, 1, 1]."""
+        heads = x.reshape(x.shape[0], -1, head_dim)
+        inverse = inverse_rms(heads, eps).transpose(1, 0, 2)[..., None]
+        return heads.reshape(*heads.shape[:2], 2, head_dim // 2).transpose(1, 0, 2, 3), inverse
 
     def rotated(x: mx.array, w: mx.array) -> mx.array:
-        x = mx.fast.rms_norm(heads(x), w, eps)
-        half = head_dim // 2
-        left, right = _rotate(x[..., :half], x[..., half:], angles.cos[:, None], angles.sin[:, None])
-        return mx.concatenate([left, right], axis=-1)
+        # Norm, weight and rotation are one linear map of (a | b) and (b | a): w folds into the angles.
+        halves, inverse = split(x)
+        w = w.reshape(2, -1)
+        return _rotate(halves, halves[..., ::-1, :], inverse, angles.cos * w, angles.sin * w[::-1])
 
-    return (
-        rotated(q, q_w).reshape(q.shape),
-        rotated(k, k_w).reshape(k.shape),
-        mx.fast.rms_norm(heads(v), None, eps).reshape(v.shape),
-    )
+    heads = (rotated(q, q_w), rotated(k, k_w), _scale(*split(v)))
+    q, k, v = (x.reshape(*x.shape[:2], head_dim).transpose(1, 0, 2) for x in heads)
+    return q, k, v
 
 
 @fused
-def _rotate(left: mx.array, right: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
-    return left * cos - right * sin, right * cos + left * sin
+def _rotate(x: mx.array, swapped: mx.array, inverse: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    return (x * cos + swapped * sin) * inverse
+
+
+@fused
+def _scale(x: mx.array, inverse: mx.array) -> mx.array:
+    return x * inverse

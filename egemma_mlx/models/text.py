@@ -45,7 +45,7 @@ class Attention(nn.Module):
         q, k, v = kernels.qkv_prep(
             q, k, v, self.q_norm.weight, self.k_norm.weight, angles, head_dim=layer.head_dim, eps=self.eps
         )
-        out = kernels.attention(q, k, v, plan, heads=layer.heads, kv_heads=layer.kv_heads, head_dim=layer.head_dim)
+        out = kernels.attention(q, k, v, plan)
         return project(kernels, out, self.o_proj)[0]
 
 
