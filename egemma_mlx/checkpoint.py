@@ -7,6 +7,8 @@ shapes cost neither.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -34,12 +36,14 @@ _PREFIXES = {
 }
 # What a folder needs to run: weights, configuration, tokenizer; the hub's readme and pictures stay there.
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+_HUB_TIMEOUT = 5.0  # seconds for its first answer
 
 
 def resolve(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint: `path_or_hf_repo` itself, or the hub's `org/name` at `revision` in the local cache.
 
-    What the cache lacks is downloaded; without network the cache alone decides.
+    A complete copy in the cache is taken as it is (`hf download` refreshes it). What the cache lacks is downloaded;
+    without network the cache alone decides.
 
     Raises:
         EgemmaError: neither a folder nor to be had from the hub; a revision of a folder.
@@ -53,15 +57,42 @@ def resolve(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     if isinstance(path_or_hf_repo, Path) or name.count("/") != 1 or name.startswith((".", "~", "/")):
         raise EgemmaError(f"{name!r} is neither a folder nor a hub id (org/name); {_ways_out('ORG/NAME')}")
 
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES)))
+        return _from_hub(name, revision)
     except Exception as error:  # of the hub's client, of its HTTP library (two, by version), of the disk
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise EgemmaError(
             f"{name!r} is not a folder and the hub did not give it ({reason}); {_ways_out(name)}"
         ) from error
+
+
+def _from_hub(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import model_info, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    download = functools.partial(snapshot_download, repo, revision=revision, allow_patterns=list(_HUB_FILES))
+    cached = None
+    with contextlib.suppress(LocalEntryNotFoundError):
+        cached = Path(download(local_files_only=True))
+        if _is_complete(cached):
+            return cached
+    try:
+        # Asked first because snapshot_download has no timeout: where a firewall drops packets it waits for minutes.
+        model_info(repo, revision=revision, timeout=_HUB_TIMEOUT)
+    except Exception:
+        if cached is None:
+            raise
+        return cached
+    return Path(download())
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a cached copy has what other programs, or an interrupted download, may have left out."""
+    names = ("config.json", "tokenizer.json", "config_sentence_transformers.json")
+    try:
+        return all(file.is_file() for file in [*map(folder.joinpath, names), *_weight_files(folder)])
+    except EgemmaError:
+        return False
 
 
 def _ways_out(repo: str) -> str:

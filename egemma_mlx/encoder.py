@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from egemma_mlx import lanes, vectors
 from egemma_mlx.errors import EgemmaError
-from egemma_mlx.loading import DEFAULT_MODEL, load
+from egemma_mlx.loading import load
 from egemma_mlx.packing import pack, token_batches
 
 # Tokens of one forward: on a GPU enough to fill it; on the CPU little, so that batches share the cores evenly.
@@ -31,7 +31,7 @@ class Encoder:
     of its own (`egemma_mlx.lanes`).
 
     Args:
-        path_or_hf_repo: a folder or a hub id.
+        path_or_hf_repo: a folder or a hub id; None: $EGEMMA_MODEL, else google/embeddinggemma-2.
         load_options: what `egemma_mlx.load` takes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Encoder:
         prompts: the checkpoint's prompts by name.
     """
 
-    def __init__(self, path_or_hf_repo: str | Path = DEFAULT_MODEL, **load_options: Any) -> None:
+    def __init__(self, path_or_hf_repo: str | Path | None = None, **load_options: Any) -> None:
         self.model, self.tokenizer = load(path_or_hf_repo, **load_options)
 
     @property
@@ -89,6 +89,7 @@ class Encoder:
         Raises:
             EgemmaError: a text or an option that does not fit.
         """
+        vectors.check(self.get_embedding_dimension(), truncate_dim, precision)
         single = isinstance(sentences, str)
         prefix = self.tokenizer.prompt(prompt_name, prompt)
         texts = [sentences] if isinstance(sentences, str) else sentences

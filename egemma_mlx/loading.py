@@ -13,6 +13,7 @@ import mlx.core as mx
 from egemma_mlx import blas, checkpoint
 from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
+from egemma_mlx.heap import keep_pages
 from egemma_mlx.models.encoder import EmbeddingGemma2, EmbeddingOutput
 from egemma_mlx.tokenizer import Tokenizer
 
@@ -21,7 +22,7 @@ _EMBEDDINGS = "language_model.embed_tokens.weight"
 
 
 def load(
-    path_or_hf_repo: str | Path = DEFAULT_MODEL,
+    path_or_hf_repo: str | Path | None = None,
     *,
     revision: str | None = None,
     modalities: Iterable[str] = ("text",),
@@ -31,7 +32,7 @@ def load(
     """Load a checkpoint.
 
     Args:
-        path_or_hf_repo: a folder, or a hub id.
+        path_or_hf_repo: a folder, or a hub id; None: $EGEMMA_MODEL, else google/embeddinggemma-2.
         revision: of the hub repository.
         modalities: the towers to load; this version has the text model alone.
         precision: of all arithmetic. "float32" also keeps TF32 out of matrix products (`MLX_ENABLE_TF32=0`, unless
@@ -50,8 +51,10 @@ def load(
     if precision != "float32":
         raise EgemmaError(f"expected precision 'float32' but got {precision!r}")
     _exact_products()
-    blas.warn_if_slow()
-    folder = checkpoint.resolve(path_or_hf_repo, revision)
+    if mx.default_device() == mx.Device(mx.cpu):
+        blas.warn_if_slow()
+        keep_pages()
+    folder = checkpoint.resolve(path_or_hf_repo or default_model(), revision)
     config = Config.from_file(folder / "config.json")
     tokenizer = Tokenizer.from_folder(folder, config)
     model = EmbeddingGemma2(config, compiled=compiled)
@@ -59,6 +62,11 @@ def load(
     model.load_weights([(name, _resident(name, weights.pop(name))) for name in list(weights)])
     mx.eval(model.parameters())
     return model, tokenizer
+
+
+def default_model() -> str:
+    """The folder or hub id meant where none is named."""
+    return os.environ.get("EGEMMA_MODEL") or DEFAULT_MODEL
 
 
 def generate(

@@ -21,18 +21,27 @@ def normalize(vectors: Floats) -> Floats:
     return unit
 
 
+def check(width: int, truncate_dim: int | None, precision: Precision) -> None:
+    """Refuse options that `truncate` and `quantize` would, before vectors of `width` are computed.
+
+    Raises:
+        EgemmaError: `truncate_dim` is not in 1…width, or an unknown precision.
+    """
+    integer = isinstance(truncate_dim, (int, np.integer)) and not isinstance(truncate_dim, bool)
+    if truncate_dim is not None and not (integer and 1 <= truncate_dim <= width):
+        raise EgemmaError(f"expected truncate_dim in 1…{width} but got {truncate_dim!r}")
+    if precision not in PRECISIONS:
+        raise EgemmaError(f"expected precision to be one of {', '.join(PRECISIONS)} but got {precision!r}")
+
+
 def truncate(vectors: Floats, dim: int | None) -> Floats:
     """The first `dim` components (Matryoshka), not normalised again; None keeps all.
 
     Raises:
         EgemmaError: `dim` is not between 1 and the width.
     """
-    width = vectors.shape[-1]
-    if dim is None:
-        return vectors
-    if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not 1 <= dim <= width:
-        raise EgemmaError(f"expected truncate_dim in 1…{width} but got {dim!r}")
-    return vectors[..., :dim]
+    check(vectors.shape[-1], dim, "float32")
+    return vectors if dim is None else vectors[..., :dim]
 
 
 def quantize(vectors: Floats, precision: Precision, ranges: Floats | None = None) -> NDArray[Any]:
@@ -50,8 +59,7 @@ def quantize(vectors: Floats, precision: Precision, ranges: Floats | None = None
     Raises:
         EgemmaError: an unknown precision, ranges of another shape, or one vector alone to take ranges from.
     """
-    if precision not in PRECISIONS:
-        raise EgemmaError(f"expected precision to be one of {', '.join(PRECISIONS)} but got {precision!r}")
+    check(vectors.shape[-1], None, precision)
     if precision == "float32":
         return vectors
     if precision in ("binary", "ubinary"):
@@ -70,7 +78,8 @@ def quantize(vectors: Floats, precision: Precision, ranges: Floats | None = None
     low, high = np.asarray(ranges, np.float32)
     step = (high - low) / 255
     steps = np.clip(np.floor((vectors - low) / np.where(step == 0, np.float32(1), step)), 0, 255)
-    return steps.astype(np.uint8) if precision == "uint8" else (steps - 128).astype(np.int8)
+    stored: NDArray[Any] = steps.astype(np.uint8) if precision == "uint8" else (steps - 128).astype(np.int8)
+    return stored
 
 
 def similarity(a: Any, b: Any) -> Floats:

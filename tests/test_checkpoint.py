@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -323,17 +324,84 @@ def test_resolve_what_is_no_folder_and_no_hub_id(name: str | Path, monkeypatch: 
     assert_names_the_ways_out(str(error.value))
 
 
-def test_resolve_asks_the_hub_for_what_is_needed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
+class Hub:
+    """The hub's client over a cache of `cached` and a hub of `served`: a folder, or what asking for it raises."""
 
-    def snapshot_download(repo_id: str, **arguments: Any) -> str:
-        calls.append({"repo_id": repo_id, **arguments})
-        return str(tiny)
+    def __init__(self, cached: Path | Exception, served: Path | Exception) -> None:
+        self.cached, self.served = cached, served
+        self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    def snapshot_download(self, repo_id: str, *, local_files_only: bool = False, **arguments: Any) -> str:
+        self.calls.append((f"{'cache' if local_files_only else 'hub'}: {repo_id}", arguments))
+        return str(self.found(self.cached if local_files_only else self.served))
+
+    def model_info(self, repo_id: str, *, timeout: float, **arguments: Any) -> None:
+        assert 1 <= timeout <= 10
+        self.calls.append((f"info: {repo_id}", arguments))
+        self.found(self.served)
+
+    @staticmethod
+    def found(what: Path | Exception) -> Path:
+        if isinstance(what, Exception):
+            raise what
+        return what
+
+
+NOT_CACHED = huggingface_hub.errors.LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
+    def make(cached: Path | Exception, served: Path | Exception) -> Hub:
+        hub = Hub(cached, served)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
+        monkeypatch.setattr(huggingface_hub, "model_info", hub.model_info)
+        return hub
+
+    return make
+
+
+def test_resolve_asks_the_hub_for_what_is_needed(tiny: Path, hub: Callable[..., Hub]) -> None:
+    empty = hub(NOT_CACHED, tiny)
     assert resolve("org/name", revision="v1") == tiny
-    patterns = ["*.json", "*.safetensors", "*.jinja"]
-    assert calls == [{"repo_id": "org/name", "revision": "v1", "allow_patterns": patterns}]
+    wanted = {"revision": "v1", "allow_patterns": ["*.json", "*.safetensors", "*.jinja"]}
+    assert empty.calls == [
+        ("cache: org/name", wanted),
+        ("info: org/name", {"revision": "v1"}),
+        ("hub: org/name", wanted),
+    ]
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 300_000])
+def test_resolve_takes_a_complete_cache_as_it_is(
+    tmp_path: Path, hub: Callable[..., Hub], shard_bytes: int | None
+) -> None:
+    folder = write_checkpoint(tmp_path / "c", modalities=("text",), shard_bytes=shard_bytes)
+    network = hub(folder, AssertionError("asked the hub"))
+    assert resolve("org/name") == folder
+    assert [call for call, _ in network.calls] == ["cache: org/name"]
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "config.json",
+        "tokenizer.json",
+        "config_sentence_transformers.json",
+        "model.safetensors.index.json",
+        "model-00002-of-00003.safetensors",
+    ],
+)
+def test_resolve_completes_a_cache_that_lacks_a_file(
+    tiny: Path, tmp_path: Path, hub: Callable[..., Hub], lost: str
+) -> None:
+    """What an interrupted download, or transformers, leaves there; without network it is all there is."""
+    folder = write_checkpoint(tmp_path / "c", modalities=("text",), shard_bytes=300_000)
+    (folder / lost).unlink()
+    hub(folder, tiny)
+    assert resolve("org/name") == tiny
+    hub(folder, ConnectionError("Name or service not known"))
+    assert resolve("org/name") == folder
 
 
 @pytest.mark.parametrize(
@@ -342,19 +410,41 @@ def test_resolve_asks_the_hub_for_what_is_needed(tiny: Path, monkeypatch: pytest
         huggingface_hub.errors.LocalEntryNotFoundError("Got: ConnectError\nsecond line"),
         huggingface_hub.errors.HFValidationError("Cannot have -- or .. in repo_id"),
         ConnectionError("Name or service not known"),
+        TimeoutError("timed out"),
         PermissionError(13, "Permission denied"),
     ],
     ids=lambda failure: type(failure).__name__,
 )
-def test_resolve_failure_is_one_line(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(*_: Any, **__: Any) -> str:
-        raise failure
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+@pytest.mark.parametrize("at_hub", [True, False], ids=["at the hub", "in the cache"])
+def test_resolve_failure_is_one_line(failure: Exception, hub: Callable[..., Hub], at_hub: bool) -> None:
+    hub(NOT_CACHED if at_hub else failure, failure)
     with pytest.raises(EgemmaError, match="'org/name' is not a folder and the hub did not give it") as error:
         resolve("org/name")
     assert type(failure).__name__ in str(error.value) and "second line" not in str(error.value)
     assert_names_the_ways_out(str(error.value))
+
+
+def test_resolve_does_not_wait_for_a_hub_that_is_silent(tmp_path: Path) -> None:
+    """The hub's own client, and a server that takes connections and never answers."""
+    program = "from egemma_mlx import checkpoint as c; c._HUB_TIMEOUT = 0.5; c.resolve('org/name')"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environment = {
+            **{key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"},
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "HF_HUB_CACHE": str(tmp_path),
+            "NO_PROXY": "127.0.0.1",
+        }
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert "EgemmaError: 'org/name' is not a folder and the hub did not give it" in run.stderr
+    assert "Timeout" in run.stderr
 
 
 def test_resolve_offline_takes_the_cache(tiny: Path, tmp_path: Path) -> None:

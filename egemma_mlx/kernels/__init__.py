@@ -9,12 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from egemma_mlx.kernels.attention import attention, plan
-from egemma_mlx.kernels.gelu import gelu_mul
-from egemma_mlx.kernels.linear import linear
-from egemma_mlx.kernels.norm import add_norm, rms_norm
-from egemma_mlx.kernels.pool import pool
-from egemma_mlx.kernels.qkv import qkv_prep, rope
+from egemma_mlx.kernels import attention, gelu, linear, norm, pool, qkv
 
 
 @dataclass(frozen=True)
@@ -35,13 +30,13 @@ class Kernels:
 
 OPS = Kernels(
     name="ops",
-    linear=linear,
-    rms_norm=rms_norm,
-    add_norm=add_norm,
-    gelu_mul=gelu_mul,
-    rope=rope,
-    qkv_prep=qkv_prep,
-    plan=plan,
-    attention=attention,
-    pool=pool,
+    linear=linear.linear,
+    rms_norm=norm.rms_norm,
+    add_norm=norm.add_norm,
+    gelu_mul=gelu.gelu_mul,
+    rope=qkv.rope,
+    qkv_prep=qkv.qkv_prep,
+    plan=attention.plan,
+    attention=attention.attention,
+    pool=pool.pool,
 )

@@ -103,9 +103,11 @@ def _tiles(positions: mx.array, dense: bool, window: int | None) -> list[Tile]:
     length = positions.shape[1]
     reach = length if window is None else window
     tiles = []
-    for start in range(0, length, _BLOCK):
-        here = slice(start, min(start + _BLOCK, length))
-        near = slice(max(start - reach, 0), min(here.stop + reach, length))
+    # As many tiles as blocks round to, all of one size: a tile of a few rows costs a product as slow as a whole one's.
+    count = max(round(length / _BLOCK), 1)
+    bounds = [length * tile // count for tile in range(count + 1)]
+    for here in map(slice, bounds, bounds[1:]):
+        near = slice(max(here.start - reach, 0), min(here.stop + reach, length))
         allowed = None
         # Row distances in this tile go up to max(near) − min(here) or max(here) − min(near).
         if not dense or max(near.stop - here.start, here.stop - near.start) - 1 > reach:

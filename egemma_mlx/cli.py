@@ -1,0 +1,343 @@
+"""The `egemma-mlx` command. Nothing heavy is imported before a command runs: `--help` needs no MLX."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import unicodedata
+import warnings
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from io import TextIOWrapper
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from egemma_mlx import __version__
+from egemma_mlx.errors import EgemmaError
+
+if TYPE_CHECKING:
+    from egemma_mlx.config import LayerConfig
+    from egemma_mlx.documents import Paragraph
+    from egemma_mlx.encoder import Encoder
+    from egemma_mlx.records import Record
+
+_PROGRAM = "egemma-mlx"
+# Tokens of a piece that search ranks: a paragraph of any usual length, and short enough to point at.
+_PIECE_TOKENS = 512
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 2 for an error (one line on stderr), 130 when interrupted."""
+    # Raises SystemExit, so that a partial output file is removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+        try:
+            arguments = _parser().parse_args(argv)
+            arguments.run(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Whoever read the output has had enough; the interpreter's own flush must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        except KeyboardInterrupt:
+            _say("interrupted")
+            return 130
+        except EgemmaError as error:
+            _say(f"error: {error}")
+            return 2
+        except OSError as error:
+            _say(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}")
+            return 2
+    return 0
+
+
+def _say(message: str) -> None:
+    print(f"{_PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+
+
+# --- embed -----------------------------------------------------------------------------------------------------------
+
+
+def embed(arguments: argparse.Namespace) -> None:
+    """Texts to vectors, on standard output or in a file."""
+    from egemma_mlx.records import WRITERS, Record, complete, json_lines, read_records
+
+    output: Path | None = arguments.output
+    if bool(arguments.text) == (arguments.input is not None):
+        raise EgemmaError("expected either TEXT… or --input (see egemma-mlx embed --help)")
+    if output is not None and output.suffix.lower() not in WRITERS:
+        raise EgemmaError(f"--output {output}: expected a name that ends in {', '.join(WRITERS)}")
+    if arguments.input is not None:
+        records = read_records(arguments.input)
+    else:
+        records = [Record(f"text {number}", {"text": text}) for number, text in enumerate(arguments.text, 1)]
+    encoder = _encoder(arguments)
+    if output is None:
+        sys.stdout.writelines(json_lines(records, _vectors(encoder, records, arguments)))
+        return
+    # Opened before the work, so that hours of it are not lost to a folder that cannot be written.
+    with complete(output) as file:
+        WRITERS[output.suffix.lower()](file, records, _vectors(encoder, records, arguments))
+
+
+def _vectors(encoder: Encoder, records: list[Record], arguments: argparse.Namespace) -> Any:
+    from egemma_mlx.records import prompted
+
+    texts, prompt = prompted(records, encoder.tokenizer, arguments.prompt_name, arguments.prompt)
+    limit = {"max_length": arguments.max_length, "truncation": arguments.truncate}
+    try:
+        return encoder.encode(
+            texts,
+            prompt=prompt,
+            truncate_dim=arguments.truncate_dim,
+            precision=arguments.precision,
+            batch_tokens=arguments.batch_tokens,
+            **limit,
+        )
+    except EgemmaError:
+        # The encoder counts texts; whoever wrote the file looks for the line.
+        for record, text in zip(records, texts, strict=True):
+            try:
+                encoder.tokenizer.ids([text], prompt=prompt, **limit)
+            except EgemmaError as error:
+                raise EgemmaError(f"{record.place}: {str(error).replace('text 0', 'text', 1)}") from None
+        raise
+
+
+# --- search ----------------------------------------------------------------------------------------------------------
+
+
+def search(arguments: argparse.Namespace) -> None:
+    """Paragraphs of files, those nearest to a query first."""
+    import numpy as np
+
+    from egemma_mlx import documents
+
+    corpus = documents.read_corpus(arguments.paths)
+    found = (
+        f"{len(corpus.paragraphs)} paragraphs in {corpus.files} files ({corpus.skipped} more are unreadable as text)"
+    )
+    if not corpus.paragraphs:
+        raise EgemmaError(f"nothing to search: {found}")
+    _say(found)
+
+    encoder = _encoder(arguments)
+    tokenizer = encoder.tokenizer
+    limit = min(_PIECE_TOKENS, tokenizer.max_length)
+
+    def document(paragraph: Paragraph) -> str:
+        # A file may speak of <|image|>; a space makes that the text which it is there, and no place for an image.
+        return tokenizer.document(paragraph.text, paragraph.title).replace("<|", "< |")
+
+    def fits(paragraph: Paragraph) -> bool:
+        # No token stands for eight characters on average: what is far too long need not be counted.
+        text = document(paragraph)
+        return len(text) <= 8 * limit and not tokenizer.ids([text], max_length=limit, truncation=True).truncated
+
+    pieces = [piece for paragraph in corpus.paragraphs for piece in documents.pieces(paragraph, fits)]
+    query = encoder.encode_query(arguments.query, prompt_name=arguments.prompt_name)
+    vectors = encoder.encode([document(piece) for piece in pieces], prompt="", batch_tokens=arguments.batch_tokens)
+    scores = encoder.similarity(query, vectors)[0]
+    best = np.argsort(-scores, kind="stable")[: arguments.top]
+    _print_hits([(float(scores[i]), pieces[i]) for i in best], arguments.json)
+
+
+def _print_hits(hits: Iterable[tuple[float, Paragraph]], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.writelines(json.dumps({"score": score, **hit._asdict()}) + "\n" for score, hit in hits)
+        return
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # files hold characters that a terminal's encoding may lack
+    columns = shutil.get_terminal_size().columns
+    for score, hit in hits:
+        place = f"{score:.4f}  {_printable(hit.file)}:{hit.line}"
+        title = "" if hit.title == Path(hit.file).name else f"  {_printable(hit.title)}"
+        print(_cut(place + title, max(columns, len(place))))
+        print(_cut(f"        {_printable(hit.text)}", columns))
+
+
+def _printable(text: str) -> str:
+    """On one line, and without the control characters that a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _cut(text: str, columns: int) -> str:
+    """As much of a text as fits the columns of a terminal, where some characters take two."""
+    ends = list(accumulate(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text))
+    return text if not ends or ends[-1] <= columns else text[: bisect_right(ends, columns - 1)] + "…"
+
+
+# --- info ------------------------------------------------------------------------------------------------------------
+
+
+def info(arguments: argparse.Namespace) -> None:
+    """What a checkpoint holds and what would run it, without loading its weights."""
+    from dataclasses import asdict
+    from importlib.metadata import version
+
+    import mlx.core as mx
+
+    from egemma_mlx import blas, checkpoint
+    from egemma_mlx.config import Config
+    from egemma_mlx.kernels import OPS
+    from egemma_mlx.loading import default_model
+    from egemma_mlx.tokenizer import Tokenizer
+
+    folder = checkpoint.resolve(arguments.model or default_model(), arguments.revision)
+    config = Config.from_file(folder / "config.json")
+    tokenizer = Tokenizer.from_folder(folder, config)
+    library, device = blas.current(), "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+    facts: dict[str, Any] = {
+        "version": __version__,
+        "model": str(folder),
+        "config": asdict(config),
+        "parameters": checkpoint.tower_sizes(folder, config),
+        "files": {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
+        "vocabulary": len(tokenizer),
+        "max_tokens": tokenizer.max_length,
+        "prompts": dict(tokenizer.prompts),
+        "default_prompt_name": tokenizer.default_prompt_name,
+        "mlx": version("mlx"),
+        "device": device,
+        "kernels": OPS.name,
+        "blas": asdict(library),
+    }
+    if arguments.json:
+        print(json.dumps(facts))
+        return
+    text = config.text
+    rows = [
+        ("model", str(folder)),
+        ("files", _listed(f"{name} {size / 1e6:,.1f} MB" for name, size in facts["files"].items())),
+        ("parameters", _listed(f"{tower} {count:,}" for tower, count in facts["parameters"].items())),
+        ("text", f"{text.num_hidden_layers} layers of width {text.hidden_size}, vectors of {text.embedding_dim}"),
+        *(("attention", _attention(layer, count)) for layer, count in Counter(text.layers).items()),
+        ("tokens", f"at most {tokenizer.max_length:,} a text, vocabulary {len(tokenizer):,}"),
+        ("prompts", f"{_listed(tokenizer.prompts)} (default: {tokenizer.default_prompt_name or 'none'})"),
+        ("runs on", f"MLX {version('mlx')} on the {device}, kernels {OPS.name}"),
+        ("BLAS", f"{library.name}, {library.path or 'no library loaded'} ({library.reason})"),
+    ]
+    sys.stdout.writelines(f"{name:<12}{value}\n" for name, value in rows)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _attention(layer: LayerConfig, count: int) -> str:
+    reach = "full" if layer.window is None else f"within ±{layer.window} tokens"
+    return f"{count} layers {reach}: {layer.heads} heads over {layer.kv_heads} of {layer.head_dim}"
+
+
+# --- checkpoint ------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(arguments: argparse.Namespace) -> None:
+    """A random checkpoint in the official layout, for tests and benchmarks."""
+    from egemma_mlx.random_checkpoint import write_checkpoint
+
+    folder = write_checkpoint(
+        arguments.out, arguments.size, modalities=arguments.modalities, seed=arguments.seed, dtype=arguments.dtype
+    )
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{folder}: {arguments.size} random checkpoint, {size / 1e6:,.1f} MB")
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _encoder(arguments: argparse.Namespace) -> Encoder:
+    from egemma_mlx.encoder import Encoder
+
+    return Encoder(arguments.model, revision=arguments.revision)
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a positive integer but got {text!r}")
+    return int(text)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise EgemmaError(f"{message} (see {self.prog} --help)")
+
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "text": {"nargs": "*", "metavar": "TEXT", "help": "texts to embed"},
+    "query": {"metavar": "QUERY"},
+    "paths": {"nargs": "+", "metavar": "FILE_OR_FOLDER"},
+    "out": {"type": Path, "metavar": "OUT", "help": "new or empty folder"},
+    "--input": {"metavar": "FILE", "help": ".txt (a text a line), .jsonl (a string or object a line) or - (lines)"},
+    "--output": {"type": Path, "metavar": "FILE", "help": ".npy, .npz or .jsonl (default: JSON lines to print)"},
+    "--prompt-name": {"metavar": "NAME", "help": "one of the checkpoint's prompts (default for search: query)"},
+    "--prompt": {"metavar": "TEXT", "help": "text put before each input; wins over --prompt-name"},
+    "--truncate-dim": {"type": _count, "metavar": "D", "help": "keep D components, normalised again"},
+    "--precision": {"choices": ("float32", "int8", "uint8", "binary", "ubinary"), "default": "float32"},
+    "--batch-tokens": {"type": _count, "metavar": "N", "help": "most tokens of one forward: memory goes with it"},
+    "--max-length": {"type": _count, "metavar": "N", "help": "most tokens of a text (default: what the model takes)"},
+    "--truncate": {"action": "store_true", "help": "cut longer texts instead of refusing them"},
+    "--top": {"type": _count, "default": 10, "metavar": "K", "help": "paragraphs to print (default: 10)"},
+    "--json": {"action": "store_true", "help": "print JSON"},
+    "--size": {"choices": ("tiny", "full"), "default": "tiny", "help": "full: the published shapes, 1.5 GB"},
+    "--modalities": {"nargs": "+", "choices": ("text", "image", "audio"), "default": ("text", "image", "audio")},
+    "--seed": {"type": int, "default": 0},
+    "--dtype": {"choices": ("bfloat16", "float32"), "default": "bfloat16"},
+    "--model": {"metavar": "PATH_OR_REPO", "help": "default: $EGEMMA_MODEL, else google/embeddinggemma-2"},
+    "--revision": {"help": "branch, tag or commit of the hub repository"},
+}
+# Command, its summary, its details, its arguments.
+_COMMANDS: tuple[tuple[Callable[[argparse.Namespace], None], str, str, str], ...] = (
+    (
+        embed,
+        "Print or store the vectors of texts.",
+        'A .jsonl line is a string, or an object with "text" and whatever else, which comes out again with "embedding" '
+        'added. When objects have a "title", all of the input is documents, each embedded as `title: … | text: …` '
+        "(without one: none), and no prompt but the document prompt may be asked for. Row i of a .npy is text i. An "
+        '.npz holds "embeddings" and, as strings, "ids" (if every line has one) or else "texts". An output file is '
+        "complete or absent.",
+        "text --input --output --prompt-name --prompt --truncate-dim --precision --batch-tokens --max-length "
+        "--truncate --model --revision",
+    ),
+    (
+        search,
+        "Rank the paragraphs of text files by how near they are to a query.",
+        "Folders are read without hidden files, data (.csv, .json, …) and whatever is not UTF-8 text.",
+        "query paths --top --prompt-name --batch-tokens --json --model --revision",
+    ),
+    (
+        info,
+        "Show a checkpoint's configuration, towers and sizes, and what would run it.",
+        "No weights are loaded.",
+        "--json --model --revision",
+    ),
+    (
+        checkpoint,
+        "Write a random checkpoint in the official layout, for tests and benchmarks.",
+        "Its vectors mean nothing.",
+        "out --size --modalities --seed --dtype",
+    ),
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog=_PROGRAM, description="Embeddings by EmbeddingGemma 2 on MLX.")
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for run, summary, details, arguments in _COMMANDS:
+        command = commands.add_parser(run.__name__, help=summary, description=f"{summary} {details}")
+        command.set_defaults(run=run)
+        for argument in arguments.split():
+            command.add_argument(argument, **_ARGUMENTS[argument])
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Records to embed, read one a line, and files of them with their vectors."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from egemma_mlx.errors import EgemmaError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from egemma_mlx.tokenizer import Tokenizer
+
+
+class Record(NamedTuple):
+    """`fields` holds "text" (str), maybe "title" (str), and whatever else came; `place` is for errors, "file:line"."""
+
+    place: str
+    fields: dict[str, Any]
+
+
+def read_records(source: str) -> list[Record]:
+    """The records of a .txt file (each line a text), a .jsonl file (each line a JSON string, or an object with
+    "text") or, for "-", of standard input (each line a text). Blank lines are texts too, but not in .jsonl.
+
+    Raises:
+        EgemmaError: another file extension; a line, named, that is not UTF-8, not JSON or has no text.
+        OSError: the file cannot be read.
+    """
+    if source == "-":
+        return _text_records(sys.stdin.buffer, "<stdin>")
+    readers = {".txt": _text_records, ".jsonl": _json_records}
+    path = Path(source)
+    if path.suffix.lower() not in readers:
+        raise EgemmaError(f"{source}: expected a .txt or .jsonl file, or - for standard input")
+    with path.open("rb") as file:
+        return readers[path.suffix.lower()](file, source)
+
+
+def _text_records(file: BinaryIO, name: str) -> list[Record]:
+    return [Record(place, {"text": line}) for place, line in _lines(file, name)]
+
+
+def _json_records(file: BinaryIO, name: str) -> list[Record]:
+    return [Record(place, _json_fields(line, place)) for place, line in _lines(file, name) if line.strip()]
+
+
+def _json_fields(line: str, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise EgemmaError(f"{place}: not JSON ({reason})") from None
+    fields = {"text": value} if isinstance(value, str) else value
+    if not isinstance(fields, dict) or "text" not in fields:
+        found = f"an object with {', '.join(fields) or 'nothing'}" if isinstance(fields, dict) else _json_type(fields)
+        raise EgemmaError(f'{place}: expected a string or an object with "text" but got {found}')
+    for key, allowed in (("text", str), ("title", (str, type(None)))):
+        if not isinstance(fields.get(key), allowed):
+            raise EgemmaError(f'{place}: expected "{key}" to be a string but got {_json_type(fields[key])}')
+    return fields
+
+
+def _json_type(value: object) -> str:
+    return {list: "an array", dict: "an object", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+
+
+def _lines(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
+    """("file:line", its text); a line ends at \\n or \\r\\n, not at the other marks that str.splitlines takes."""
+    for number, raw in enumerate(file, 1):
+        place = f"{name}:{number}"
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise EgemmaError(f"{place}: expected UTF-8 but got byte {raw[error.start]:#04x}") from None
+        yield place, line.removesuffix("\n").removesuffix("\r")
+
+
+def prompted(
+    records: list[Record], tokenizer: Tokenizer, prompt_name: str | None, prompt: str | None
+) -> tuple[list[str], str]:
+    """The texts to embed, and the prompt before each as `Tokenizer.prompt` chooses it.
+
+    When any record has a title, all are documents, and each text carries its own document prompt.
+
+    Raises:
+        EgemmaError: an unknown prompt name; a title where another prompt was asked for.
+    """
+    prefix = tokenizer.prompt(prompt_name, prompt)
+    titled = next((record for record in records if record.fields.get("title") is not None), None)
+    if titled is None:
+        return [record.fields["text"] for record in records], prefix
+    if (prompt_name is not None or prompt is not None) and prefix != tokenizer.document(""):
+        raise EgemmaError(f"{titled.place}: has a title, which only the document prompt can carry, not {prefix!r}")
+    return [tokenizer.document(record.fields["text"], record.fields.get("title")) for record in records], ""
+
+
+# --- with vectors ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def complete(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that is at `path` once the block has ended, and nowhere if it raised.
+
+    Raises:
+        EgemmaError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        file = partial.open("xb")
+        try:
+            with file:
+                yield file
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise EgemmaError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def _write_npy(file: BinaryIO, records: list[Record], vectors: NDArray[Any]) -> None:
+    import numpy as np
+
+    np.save(file, vectors)
+
+
+def _write_npz(file: BinaryIO, records: list[Record], vectors: NDArray[Any]) -> None:
+    import numpy as np
+
+    key = "id" if records and all("id" in record.fields for record in records) else "text"
+    # A dtype of str, whatever the ids are: anything else might be pickled.
+    names = np.array([str(record.fields[key]) for record in records], dtype=str)
+    arrays: dict[str, Any] = {"embeddings": vectors, f"{key}s": names}
+    np.savez_compressed(file, **arrays)
+
+
+def _write_jsonl(file: BinaryIO, records: list[Record], vectors: NDArray[Any]) -> None:
+    file.writelines(line.encode() for line in json_lines(records, vectors))
+
+
+WRITERS: dict[str, Callable[[BinaryIO, list[Record], NDArray[Any]], None]] = {
+    ".npy": _write_npy,
+    ".jsonl": _write_jsonl,
+    ".npz": _write_npz,
+}
+
+
+def json_lines(records: list[Record], vectors: NDArray[Any]) -> Iterator[str]:
+    for record, vector in zip(records, vectors, strict=True):
+        # By way of str: the shortest decimals that give the float32 back, half the length of a double's.
+        numbers = vector.astype(str).astype(float) if vector.dtype.kind == "f" else vector
+        yield json.dumps({**record.fields, "embedding": numbers.tolist()}) + "\n"
