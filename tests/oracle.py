@@ -28,27 +28,10 @@ for _package in ("torch", "transformers"):
 
 import torch  # noqa: E402
 
+from egemma_mlx.bench import declare_torchvision_operators  # noqa: E402
 
-def _import_torchvision() -> None:
-    """Make PyPI's torchvision import beside a CPU build of torch.
-
-    Its compiled half, built for CUDA, does not load, and its Python half then trips over operators that were never
-    declared; declaring them is enough, for nothing here calls them.
-    """
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _KEPT.append(library)  # an operator lives as long as its library object
-        importlib.import_module("torchvision")
-
-
-_KEPT: list[Any] = []
-_import_torchvision()
+if importlib.util.find_spec("torchvision") is not None:
+    declare_torchvision_operators()
 
 
 def transformers_model(folder: str | Path, dtype: str = "float32") -> Any:

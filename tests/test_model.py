@@ -426,11 +426,13 @@ def test_two_hundred_random_batches_are_few_traces_and_little_padding(tiny: Pair
     assert taken - rows <= 0.15 * taken
 
 
-def test_the_same_bucket_is_one_trace_whatever_is_in_it(tiny: Pair) -> None:
+def test_what_is_in_a_bucket_makes_no_new_trace(tiny: Pair) -> None:
     model = Counting(tiny.ours.config, compiled=True)
-    for lengths in ([129], [200, 3], [64, 64, 64, 64], [1] * 130):
+    for lengths in ([129], [200, 3], [65, 65, 65], [240, *[1] * 9]):
         model.pooled(pack([draw(n) for n in lengths]))
-    assert model.traces == 3  # spans up to 64, 256, and 1,024 slots? no: 130 texts need more slots
+    assert model.traces == 1
+    model.pooled(pack([draw(n) for n in (400, 3)]))
+    assert model.traces == 2
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
