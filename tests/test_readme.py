@@ -12,7 +12,8 @@ import pytest
 
 from egemma_mlx.random_checkpoint import write_checkpoint
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
 def _blocks(language: str) -> list[str]:
@@ -32,14 +33,14 @@ def test_python_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_shell_examples(tmp_path: Path) -> None:
-    shutil.copy(README, tmp_path)
+    shutil.copy(ROOT / "LICENSE", tmp_path)
     tool = tmp_path / "bin" / "egemma-mlx"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m egemma_mlx.cli "$@"\n')
     tool.chmod(0o755)
     environment = os.environ | {
         "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(README.parent), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "COLUMNS": "80",
     }
     for block in _blocks("console"):

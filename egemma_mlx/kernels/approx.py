@@ -10,6 +10,7 @@ loop: 4 ns for a softmax's exp and 2.3 ns for a whole gelu, at errors of 7e-8 an
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -42,6 +43,7 @@ _EXP2_P = (
 # 1.5·2²³: adding it leaves round(x) in the low mantissa bits, which is faster than a call to round.
 _ROUND, _ROUND_BITS = 12582912.0, 0x4B400000
 
+_MOST_TRACES = 256
 _Leaf = TypeVar("_Leaf", bound=Callable[..., object])
 
 
@@ -50,8 +52,31 @@ def on_cpu() -> bool:
 
 
 def fused(function: _Leaf) -> _Leaf:
-    """`mx.compile` for an elementwise leaf. Not shapeless: that keeps every broadcast and splits the loop."""
-    return cast(_Leaf, mx.compile(function))
+    """`mx.compile` for an elementwise leaf that forgets its traces when there are many.
+
+    Every shape is a trace, and MLX keeps and searches them all: texts of all lengths would make thousands. (Shapeless
+    compilation keeps every broadcast and splits the loop: three times slower.)
+    """
+    traces = _Traces()
+
+    def run(*arrays: mx.array) -> Any:
+        shapes = tuple([array.shape for array in arrays])
+        if shapes not in traces.shapes:
+            if len(traces.shapes) in (0, _MOST_TRACES):
+                traces.shapes.clear()
+                traces.compiled = mx.compile(function)
+            traces.shapes.add(shapes)
+        return traces.compiled(*arrays)
+
+    return cast(_Leaf, run)
+
+
+class _Traces(threading.local):
+    """What `mx.compile` keeps for this thread."""
+
+    def __init__(self) -> None:
+        self.shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self.compiled: Callable[..., Any]
 
 
 def tanh_clamp(x: mx.array) -> mx.array:
