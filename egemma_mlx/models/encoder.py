@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -127,10 +127,7 @@ class EmbeddingGemma2(nn.Module):
             raise EgemmaError("[model] expected segments or attention_mask but got both")
         if ids.ndim != 1 or ids.size == 0:
             raise EgemmaError(f"[model] expected input_ids of shape [T] beside segments but got {ids.shape}")
-        if not isinstance(segments, mx.array):
-            segments = np.asarray(segments)
-        if segments.ndim != 2 or segments.shape[1] != 2:
-            raise EgemmaError(f"[model] expected segments of shape [S, 2] but got {tuple(segments.shape)}")
+        segments = _segments(segments, ids.size)
         if positions is not None:
             positions = _integers(positions, "positions")
             if positions.shape != ids.shape:
@@ -184,21 +181,49 @@ def normalize(x: mx.array) -> mx.array:
     return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
-def _integers(value: mx.array, name: str) -> mx.array:
-    if not isinstance(value, mx.array):
-        value = mx.array(np.asarray(value))
-    if not mx.issubdtype(value.dtype, mx.integer):
-        raise EgemmaError(f"[model] expected {name} of an integer dtype but got {value.dtype}")
-    return value
+def _array(value: Any, name: str) -> mx.array | np.ndarray:
+    """An `mx.array` as it is, anything else as a numpy array of numbers."""
+    if isinstance(value, mx.array):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise EgemmaError(f"[model] expected {name} to be an array but got rows of different lengths") from None
+    if array.dtype.kind not in "biuf":
+        raise EgemmaError(f"[model] expected {name} to be an array of numbers but got {type(value).__name__}")
+    return array
 
 
-def _mask(value: mx.array, ids: mx.array) -> mx.array:
-    mask = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
+def _integers(value: Any, name: str) -> mx.array:
+    array = _array(value, name)
+    array = array if isinstance(array, mx.array) else mx.array(array)
+    if not mx.issubdtype(array.dtype, mx.integer):
+        raise EgemmaError(f"[model] expected {name} of an integer dtype but got {array.dtype}")
+    return array
+
+
+def _mask(value: Any, ids: mx.array) -> mx.array:
+    array = _array(value, "attention_mask")
+    mask = array if isinstance(array, mx.array) else mx.array(array)
     if mask.shape != ids.shape:
         raise EgemmaError(f"[model] expected attention_mask of shape {ids.shape} but got {mask.shape}")
     if mask.dtype == mx.complex64:
         raise EgemmaError(f"[model] expected attention_mask of a boolean or real dtype but got {mask.dtype}")
     return mask
+
+
+def _segments(value: Any, rows: int) -> mx.array | np.ndarray:
+    table = _array(value, "segments")
+    if table.ndim != 2 or table.shape[1] != 2:
+        raise EgemmaError(f"[model] expected segments of shape [S, 2] but got {tuple(table.shape)}")
+    if isinstance(table, mx.array):
+        return _integers(table, "segments")
+    if table.dtype.kind not in "iu":
+        raise EgemmaError(f"[model] expected segments of an integer dtype but got {table.dtype}")
+    starts, ends = table[:, 0], table.sum(axis=1)
+    if (table < 0).any() or (ends > rows).any() or (starts[1:] < ends[:-1]).any():
+        raise EgemmaError(f"[model] expected segments one after another within {rows} rows but got {table.tolist()}")
+    return table
 
 
 def _check_ids(ids: mx.array, vocab_size: int) -> None:
