@@ -166,7 +166,7 @@ def _compare(folder: str, names: Sequence[str], rounds: int | None) -> dict[str,
                     elapsed = seconds(texts)
                     if number:  # the first is for warming up
                         times[name].append(elapsed)
-                print(f"{workload}: round {number} of {rounds or most}", file=sys.stderr)
+                    print(f"{workload}, round {number}: {name} {elapsed:.3f} s", file=sys.stderr)
             results[workload] = {name: statistics.median(values) for name, values in times.items()}
     return results
 

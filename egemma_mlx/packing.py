@@ -50,8 +50,8 @@ class Packed:
         return self.tokens.shape[0]
 
     def anonymous(self) -> Packed:
-        """The same batch without what a trace must not know: host lengths; the span in powers of four."""
-        return replace(self, lengths=None, dense=False, span=_at_least(self.span, 64, 4))
+        """The same batch without what a trace must not know: host lengths; the span in powers of eight."""
+        return replace(self, lengths=None, dense=False, span=_at_least(self.span, 64, 8))
 
     def padded(self, rows: int, slots: int) -> Packed:
         """The same batch with T and S grown to `rows` and `slots`, by rows that hold no token and empty slots."""
@@ -127,7 +127,7 @@ def from_traced_grid(tokens: mx.array, mask: mx.array) -> Packed:
 def from_segments(
     tokens: mx.array, segments: mx.array | np.ndarray, positions: mx.array | None, max_position: int
 ) -> Packed:
-    """An already packed row [T] with its segment table [S, 2], and positions below `max_position` or 0…n−1 in each.
+    """An already packed row [T] with its segment table [S, 2], and positions below `max_position`, or 0…n−1 in each.
 
     A numpy table is known on the host; an `mx.array` is not read. Rows outside every segment hold no token.
     """

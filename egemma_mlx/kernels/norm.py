@@ -11,7 +11,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from egemma_mlx.kernels.approx import fused, on_cpu
+from egemma_mlx.kernels.approx import on_cpu
 
 
 def rms_norm(x: mx.array, w: mx.array | None, *, eps: float, pre: float = 1.0) -> mx.array:
@@ -25,7 +25,7 @@ def rms_norm(x: mx.array, w: mx.array | None, *, eps: float, pre: float = 1.0) -
     eps = eps / (pre * pre)
     if w is None or not on_cpu():
         return mx.fast.rms_norm(x, w, eps)
-    return _scaled(x, inverse_rms(x, eps), w)
+    return x * inverse_rms(x, eps) * w
 
 
 def add_norm(
@@ -50,7 +50,7 @@ def add_norm(
         (h', a), both [T, D] float32; a is None without `next_w`.
     """
     post = mx.ones((1,)) if post is None else post.astype(mx.float32)
-    h = _add(h, y, inverse_rms(y, eps), w, post) if on_cpu() else (h + rms_norm(y, w, eps=eps)) * post
+    h = (h + rms_norm(y, w, eps=eps)) * post
     return h, None if next_w is None else rms_norm(h, next_w, eps=eps)
 
 
@@ -64,13 +64,3 @@ def _mean_column(width: int) -> mx.array:
     column = mx.full((width, 1), 1 / width)
     mx.eval(column)
     return column
-
-
-@fused
-def _scaled(x: mx.array, inverse: mx.array, w: mx.array) -> mx.array:
-    return x * inverse * w
-
-
-@fused
-def _add(h: mx.array, y: mx.array, inverse: mx.array, w: mx.array, post: mx.array) -> mx.array:
-    return (h + y * inverse * w) * post

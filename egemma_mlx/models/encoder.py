@@ -70,7 +70,8 @@ class EmbeddingGemma2(nn.Module):
             attention_mask: [B, L], nonzero where there is a token. Padding may be on either side, and holes are
                 legal: RoPE and the window go by the column.
             segments: [S, 2] integer (start, length) of the texts in a packed row [T], starts ascending.
-            positions: [T] integer, for RoPE and the window; with `segments` only. Default: 0…n−1 in each segment.
+            positions: [T] integer, for RoPE and the window, ascending in each segment and below the model's longest
+                input (8,192); with `segments` only. Default: 0…n−1 in each segment.
             validate: also check contents (ids in the vocabulary, no NaN in the mask), which reads them on the host.
 
         Raises:
@@ -132,7 +133,7 @@ class EmbeddingGemma2(nn.Module):
             positions = _integers(positions, "positions")
             if positions.shape != ids.shape:
                 raise EgemmaError(f"[model] expected positions of shape {ids.shape} but got {positions.shape}")
-        packed = packing.from_segments(ids, segments, positions, self.config.text.max_position_embeddings)
+        packed = packing.from_segments(ids, segments, positions, self.config.text.max_tokens)
         states, pooled = self._run(packed)
         hidden = mx.where((packed.positions >= 0)[:, None], self._project(states[: ids.size]), 0.0)
         return self._output(hidden, pooled)
@@ -165,7 +166,10 @@ class EmbeddingGemma2(nn.Module):
 
     def _forward(self, packed: Packed, tables: list[Rope]) -> tuple[mx.array, mx.array]:
         text, eps = self.language_model, self.config.text.rms_norm_eps
-        states = text(text.embed(packed.tokens), packed, tables, self.kernels)
+        tokens = packed.tokens
+        for placeholder in self.config.placeholder_ids:  # where no medium came, the row of padding, as in the reference
+            tokens = mx.where(tokens == placeholder, self.config.text.pad_token_id, tokens)
+        states = text(text.embed(tokens), packed, tables, self.kernels)
         mean = self.kernels.pool(states, text.norm.weight, packed, eps=eps)
         return states, project(self.kernels, mean, text.embedding_projection)[0]
 
