@@ -182,18 +182,17 @@ def info(arguments: argparse.Namespace) -> None:
     from dataclasses import asdict
     from importlib.metadata import version
 
-    import mlx.core as mx
-
     from egemma_mlx import blas, checkpoint
     from egemma_mlx.config import Config
     from egemma_mlx.kernels import OPS
+    from egemma_mlx.kernels.approx import on_cpu
     from egemma_mlx.loading import default_model
     from egemma_mlx.tokenizer import Tokenizer
 
     folder = checkpoint.resolve(arguments.model or default_model(), arguments.revision)
     config = Config.from_file(folder / "config.json")
     tokenizer = Tokenizer.from_folder(folder, config)
-    library, device = blas.current(), "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+    library, device = blas.current(), "cpu" if on_cpu() else "gpu"
     facts: dict[str, Any] = {
         "version": __version__,
         "model": str(folder),

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from egemma_mlx import lanes, vectors
 from egemma_mlx.errors import EgemmaError
+from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.loading import load
 from egemma_mlx.packing import pack, token_batches
 
@@ -98,7 +99,7 @@ class Encoder:
             warnings.warn(
                 f"{truncated} of {len(ids)} texts cut to {max_length or self.tokenizer.max_length} tokens", stacklevel=2
             )
-        budget = _positive(batch_tokens, "batch_tokens") or _BATCH_TOKENS[_device()]
+        budget = _positive(batch_tokens, "batch_tokens") or _BATCH_TOKENS["cpu" if on_cpu() else "gpu"]
         batches = list(token_batches([len(x) for x in ids], budget, _positive(batch_size, "batch_size")))
         pooled = np.zeros((len(ids), self.get_embedding_dimension()), np.float32)
 
@@ -135,10 +136,6 @@ class Encoder:
         if options.get("prompt") is None and options.get("prompt_name") is None:
             options = {**options, "prompt": self.prompts.get(role, "")}
         return self.encode(sentences, **options)
-
-
-def _device() -> str:
-    return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
 
 
 def _positive(value: int | None, name: str) -> int | None:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from egemma_mlx import blas
+from egemma_mlx.kernels.approx import on_cpu
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -53,8 +54,7 @@ def run(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterato
 
 def _start() -> int:
     """Start what is missing of the threads, and say how many there are."""
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    width = (os.cpu_count() or 1) if on_cpu else 1
+    width = (os.cpu_count() or 1) if on_cpu() else 1
     while len(_threads) < width:
         _threads.append(threading.Thread(target=_work, name=f"egemma_mlx lane {len(_threads)}", daemon=True))
         _threads[-1].start()

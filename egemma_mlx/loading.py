@@ -14,6 +14,7 @@ from egemma_mlx import blas, checkpoint
 from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.heap import keep_pages
+from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.models.encoder import EmbeddingGemma2, EmbeddingOutput
 from egemma_mlx.tokenizer import Tokenizer
 
@@ -51,7 +52,7 @@ def load(
     if precision != "float32":
         raise EgemmaError(f"expected precision 'float32' but got {precision!r}")
     _exact_products()
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         blas.warn_if_slow()
         keep_pages()
     folder = checkpoint.resolve(path_or_hf_repo or default_model(), revision)
@@ -105,7 +106,7 @@ def generate(
 def _resident(name: str, weight: mx.array) -> mx.array:
     """A weight as the device keeps it: bfloat16 on a GPU, which widens it in registers; float32 on the CPU, where
     widening at every call costs more than the product. The embedding table stays as it is: few rows of it are read."""
-    if name == _EMBEDDINGS or mx.default_device() != mx.Device(mx.cpu):
+    if name == _EMBEDDINGS or not on_cpu():
         return weight
     widened = weight.astype(mx.float32)
     mx.eval(widened)
@@ -114,7 +115,7 @@ def _resident(name: str, weight: mx.array) -> mx.array:
 
 def _exact_products() -> None:
     """Keep TF32 out of float32 products; MLX reads the variable at its first product on a GPU."""
-    if os.environ.setdefault("MLX_ENABLE_TF32", "0") != "0" or mx.default_device() == mx.Device(mx.cpu):
+    if os.environ.setdefault("MLX_ENABLE_TF32", "0") != "0" or on_cpu():
         return
     # 1 + 2⁻¹² is a float32 that TF32 rounds to 1. A square large enough to take the matrix units.
     probe = mx.full((256, 256), 1 + 2.0**-12)

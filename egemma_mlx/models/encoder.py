@@ -12,6 +12,7 @@ from egemma_mlx import packing
 from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.kernels import OPS, Kernels
+from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.qkv import Rope
 from egemma_mlx.models.text import RopeTables, TextModel, project
 from egemma_mlx.packing import Packed
@@ -46,7 +47,7 @@ class EmbeddingGemma2(nn.Module):
         super().__init__()
         self.config = config
         self.kernels = kernels
-        self.compiled = mx.default_device() != mx.Device(mx.cpu) if compiled is None else compiled
+        self.compiled = not on_cpu() if compiled is None else compiled
         self.language_model = TextModel(config.text)
         self._rope = RopeTables(config.text)
         self._compiled = mx.compile(self._traced, inputs=[self.language_model.state])
