@@ -15,6 +15,7 @@ from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.heap import keep_pages
 from egemma_mlx.kernels.approx import on_cpu
+from egemma_mlx.kernels.backend import Backend, select
 from egemma_mlx.models.encoder import EmbeddingGemma2, EmbeddingOutput
 from egemma_mlx.tokenizer import Tokenizer
 
@@ -28,6 +29,7 @@ def load(
     revision: str | None = None,
     modalities: Iterable[str] = ("text",),
     precision: Literal["float32"] = "float32",
+    backend: Backend = "auto",
     compiled: bool | None = None,
 ) -> tuple[EmbeddingGemma2, Tokenizer]:
     """Load a checkpoint.
@@ -38,6 +40,10 @@ def load(
         modalities: the towers to load; this version has the text model alone.
         precision: of all arithmetic. "float32" also keeps TF32 out of matrix products (`MLX_ENABLE_TF32=0`, unless
             that variable is set already) and warns if it came too late for that.
+        backend: what the kernel functions run on: "metal", the package's own kernels, each checked against float64
+            first and replaced by plain MLX operations, with a warning, where it fails; "ops", plain MLX operations;
+            "simulator", the Metal kernels on the CPU with every access checked, a thousand times slower; "auto",
+            metal where there is a Metal GPU, else ops.
         compiled: whether the whole forward is compiled; None: on a GPU.
 
     Returns:
@@ -58,9 +64,11 @@ def load(
     folder = checkpoint.resolve(path_or_hf_repo or default_model(), revision)
     config = Config.from_file(folder / "config.json")
     tokenizer = Tokenizer.from_folder(folder, config)
-    model = EmbeddingGemma2(config, compiled=compiled)
+    kernels = select(backend, config.text)
+    model = EmbeddingGemma2(config, kernels, compiled)
     weights = checkpoint.load_tensors(folder, config, modalities)
-    model.load_weights([(name, _resident(name, weights.pop(name))) for name in list(weights)])
+    widen = kernels.name == "ops" and on_cpu()
+    model.load_weights([(name, _resident(name, weights.pop(name), widen)) for name in list(weights)])
     mx.eval(model.parameters())
     return model, tokenizer
 
@@ -103,10 +111,11 @@ def generate(
     return model(**inputs, **kwargs)
 
 
-def _resident(name: str, weight: mx.array) -> mx.array:
-    """A weight as the device keeps it: bfloat16 on a GPU, which widens it in registers; float32 on the CPU, where
-    widening at every call costs more than the product. The embedding table stays as it is: few rows of it are read."""
-    if name == _EMBEDDINGS or not on_cpu():
+def _resident(name: str, weight: mx.array, widen: bool) -> mx.array:
+    """A weight as the kernels keep it: bfloat16 where they widen it in registers; float32 for plain operations on the
+    CPU, where widening at every call costs more than the product. The embedding table stays as it is: few rows of it
+    are read."""
+    if name == _EMBEDDINGS or not widen:
         return weight
     widened = weight.astype(mx.float32)
     mx.eval(widened)

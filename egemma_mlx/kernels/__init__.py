@@ -1,15 +1,18 @@
 """The kernel functions that the models are written over.
 
-Each file holds one family: what it computes, and its plain-MLX form (`ops`), which runs wherever MLX does.
+Each file holds one family: what it computes, its plain-MLX form, which runs wherever MLX does (`ops`), and its Metal
+form, which launches a body of `metal_src/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from egemma_mlx.kernels import attention, gelu, linear, norm, pool, qkv
+from egemma_mlx.kernels import attention, attention_metal, gelu, linear, norm, pool, qkv
+from egemma_mlx.kernels.library import Library
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Kernels:
 
     name: str
     linear: Callable[..., Any]
+    matmul: Callable[..., Any]
     rms_norm: Callable[..., Any]
     add_norm: Callable[..., Any]
     gelu_mul: Callable[..., Any]
@@ -31,6 +35,7 @@ class Kernels:
 OPS = Kernels(
     name="ops",
     linear=linear.linear,
+    matmul=linear.matmul,
     rms_norm=norm.rms_norm,
     add_norm=norm.add_norm,
     gelu_mul=gelu.gelu_mul,
@@ -40,3 +45,20 @@ OPS = Kernels(
     attention=attention.attention,
     pool=pool.pool,
 )
+
+
+def metal_kernels(library: Library, name: str) -> Kernels:
+    """The Metal forms over one library, which decides where they run."""
+    return Kernels(
+        name=name,
+        linear=partial(linear.metal_linear, library),
+        matmul=partial(linear.metal_matmul, library),
+        rms_norm=partial(norm.metal_rms_norm, library),
+        add_norm=partial(norm.metal_add_norm, library),
+        gelu_mul=partial(gelu.metal_gelu_mul, library),
+        rope=partial(qkv.metal_rope, library),
+        qkv_prep=partial(qkv.metal_qkv_prep, library),
+        plan=partial(attention_metal.metal_plan, library),
+        attention=partial(attention_metal.metal_attention, library),
+        pool=partial(pool.metal_pool, library),
+    )

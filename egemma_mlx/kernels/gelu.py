@@ -9,15 +9,34 @@ import math
 
 import mlx.core as mx
 
+from egemma_mlx.kernels import check
 from egemma_mlx.kernels.approx import fused, on_cpu, tanh, tanh_clamp
+from egemma_mlx.kernels.library import Library, Source, launch
 
+_GELU_MUL = Source("gelu_mul", ("g", "u"), ("out",), ("load",))
 _Z1 = math.sqrt(2 / math.pi)
 _Z3 = 0.044715 * _Z1
 
 
 def gelu_mul(g: mx.array, u: mx.array) -> mx.array:
     """gelu_tanh(g)·u, elementwise over two float32 arrays of one shape."""
+    _check(g, u)
     return _gate_cpu(_argument_cpu(g), g, u) if on_cpu() else _gate(g, u)
+
+
+def metal_gelu_mul(library: Library, g: mx.array, u: mx.array) -> mx.array:
+    """`gelu_mul` for arrays whose size is a multiple of 4."""
+    _check(g, u)
+    check.multiple("gelu_mul", "the size of g", g.size, 4)
+    threads = g.size // 4
+    return launch(
+        library(_GELU_MUL), g, u, grid=(threads, 1, 1), threadgroup=(min(threads, 256), 1, 1), outputs=[g.shape]
+    )[0]
+
+
+def _check(g: mx.array, u: mx.array) -> None:
+    check.dtype("gelu_mul", "g", g, mx.float32)
+    check.rows("gelu_mul", "u", u, *g.shape)
 
 
 @fused

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from egemma_mlx.kernels import check
+from egemma_mlx.kernels.library import Library, Source, launch
 from egemma_mlx.kernels.norm import rms_norm
 from egemma_mlx.packing import Packed, membership
+
+_POOL = Source("pool", ("h", "w", "positions", "segments", "eps"), ("out",), ("load", "rows"))
 
 
 def pool(h: mx.array, w: mx.array, packed: Packed, *, eps: float) -> mx.array:
@@ -21,6 +25,33 @@ def pool(h: mx.array, w: mx.array, packed: Packed, *, eps: float) -> mx.array:
     Returns:
         [S, D] float32.
     """
+    _check(h, w, packed)
     member = membership(packed.rows, packed.segments) & (packed.positions >= 0)[:, None]
     count = mx.maximum(member.sum(axis=0), 1)[:, None]
     return (member.T.astype(mx.float32) @ rms_norm(h, w, eps=eps)) / count
+
+
+def metal_pool(library: Library, h: mx.array, w: mx.array, packed: Packed, *, eps: float) -> mx.array:
+    """`pool` for D a multiple of 4; w may be bfloat16."""
+    _check(h, w, packed)
+    segments, width = packed.segments.shape[0], h.shape[1]
+    check.multiple("pool", "the width of h", width, 4)
+    return launch(
+        library(_POOL),
+        h,
+        w,
+        packed.positions,
+        packed.segments,
+        eps,
+        grid=(32, 8, segments),
+        threadgroup=(32, 8, 1),
+        outputs=[(segments, width)],
+        D=width,
+    )[0]
+
+
+def _check(h: mx.array, w: mx.array, packed: Packed) -> None:
+    check.rows("pool", "h", h, packed.rows, "D")
+    check.weight("pool", "w", w, h.shape[1])
+    check.indices("pool", "positions", packed.positions, packed.rows)
+    check.indices("pool", "segments", packed.segments, "S", 2)

@@ -11,7 +11,17 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from egemma_mlx.errors import EgemmaError
+from egemma_mlx.kernels import check
+from egemma_mlx.kernels.library import Library, Source, launch
 from egemma_mlx.kernels.norm import inverse_rms
+
+_QKV_PREP = Source(
+    "qkv_prep",
+    ("q", "k", "v", "q_w", "k_w", "cos", "sin", "positions", "eps"),
+    ("q_out", "k_out", "v_out"),
+    ("load", "rope"),
+)
 
 
 class Rope(NamedTuple):
@@ -22,10 +32,25 @@ class Rope(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """The angles of every packed row, for both halves of a head: (cos | cos) and (−sin | sin), [T, 2, head_dim/2]."""
+    """The angles of every packed row, [T, sections, 2, section/2] for both halves of each section: (cos | cos) and
+    (−sin | sin)."""
 
     cos: mx.array
     sin: mx.array
+
+
+class TableAngles(NamedTuple):
+    """Where a kernel finds the angles of every packed row itself.
+
+    Attributes:
+        table: by position.
+        positions: [T] int32; −1 takes 0.
+        section: channels of a section.
+    """
+
+    table: Rope
+    positions: mx.array
+    section: int
 
 
 def rope_table(length: int, head_dim: int, theta: float) -> Rope:
@@ -41,11 +66,21 @@ def rope_table(length: int, head_dim: int, theta: float) -> Rope:
     return Rope(*(mx.array(f(angle).astype(np.float32)) for f in (np.cos, np.sin)))
 
 
-def rope(table: Rope, positions: mx.array) -> Angles:
-    """The angles of packed rows at `positions` [T], once for all layers of one θ; a row without a token takes 0."""
+def rope(table: Rope, positions: mx.array, section: int | None = None) -> Angles:
+    """The angles of packed rows at `positions` [T], once for all layers of one θ; a row without a token takes 0.
+
+    Args:
+        section: channels that rotate among themselves, pair j of a head always by angle j; None: the whole head.
+    """
+    section = _check_rope(table, positions, section)
     rows = mx.maximum(positions, 0)
-    cos, sin = table.cos[rows], table.sin[rows]
-    return Angles(mx.stack([cos, cos], axis=1), mx.stack([-sin, sin], axis=1))
+    cos, sin = (x[rows].reshape(len(rows), -1, section // 2) for x in table)
+    return Angles(mx.stack([cos, cos], axis=2), mx.stack([-sin, sin], axis=2))
+
+
+def metal_rope(library: Library, table: Rope, positions: mx.array, section: int | None = None) -> TableAngles:
+    """`rope` for `metal_qkv_prep`, which looks angles up itself."""
+    return TableAngles(table, positions, _check_rope(table, positions, section))
 
 
 def qkv_prep(
@@ -63,27 +98,80 @@ def qkv_prep(
 
     Args:
         q: [T, heads·head_dim] float32; k, v: [T, kv_heads·head_dim].
-        q_w, k_w: [head_dim] float32.
+        q_w, k_w: [head_dim] float32 or bfloat16.
         angles: from `rope`, of these rows.
 
     Returns:
         q' [T, heads, head_dim], k' and v' [T, kv_heads, head_dim] (here views of head-major arrays, which is how the
         products of attention want them).
     """
+    _check_qkv(q, k, v, q_w, k_w, head_dim)
+    halves = (-1, 2, angles.cos.shape[-1])
 
     def split(x: mx.array) -> tuple[mx.array, mx.array]:
-        """[heads, T, 2, head_dim/2], and 1/rms [heads, T, 1, 1]."""
+        """[heads, T, sections, 2, section/2], and 1/rms [heads, T, 1, 1, 1]."""
         heads = x.reshape(x.shape[0], -1, head_dim)
-        inverse = inverse_rms(heads, eps).transpose(1, 0, 2)[..., None]
-        return heads.reshape(*heads.shape[:2], 2, head_dim // 2).transpose(1, 0, 2, 3), inverse
+        inverse = inverse_rms(heads, eps).transpose(1, 0, 2)[..., None, None]
+        return heads.reshape(*heads.shape[:2], *halves).transpose(1, 0, 2, 3, 4), inverse
 
     def rotated(x: mx.array, w: mx.array) -> mx.array:
         # Norm, weight and rotation are one linear map of (a | b) and (b | a): w folds into the angles.
-        halves, inverse = split(x)
-        w = w.reshape(2, -1)
-        return (halves * (angles.cos * w) + halves[..., ::-1, :] * (angles.sin * w[::-1])) * inverse
+        pairs, inverse = split(x)
+        w = w.reshape(halves)
+        return (pairs * (angles.cos * w) + pairs[..., ::-1, :] * (angles.sin * w[:, ::-1])) * inverse
 
-    v_halves, v_inverse = split(v)
-    heads = (rotated(q, q_w), rotated(k, k_w), v_halves * v_inverse)
+    v_pairs, v_inverse = split(v)
+    heads = (rotated(q, q_w), rotated(k, k_w), v_pairs * v_inverse)
     q, k, v = (x.reshape(*x.shape[:2], head_dim).transpose(1, 0, 2) for x in heads)
     return q, k, v
+
+
+def metal_qkv_prep(
+    library: Library,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    q_w: mx.array,
+    k_w: mx.array,
+    angles: TableAngles,
+    *,
+    head_dim: int,
+    eps: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """`qkv_prep` in one launch, with `metal_rope`'s angles; sections are multiples of 8 channels."""
+    _check_qkv(q, k, v, q_w, k_w, head_dim)
+    check.multiple("qkv_prep", "head_dim", head_dim, angles.section)
+    check.multiple("qkv_prep", "a section", angles.section, 8)
+    rows, heads, kv_heads = q.shape[0], q.shape[1] // head_dim, k.shape[1] // head_dim
+    units = heads + 2 * kv_heads
+    q, k, v = launch(
+        library(_QKV_PREP),
+        *(q, k, v, q_w, k_w, *angles.table, angles.positions, eps),
+        grid=(32, units, rows),
+        threadgroup=(32, min(units, 8), 1),
+        outputs=[(rows, heads, head_dim), (rows, kv_heads, head_dim), (rows, kv_heads, head_dim)],
+        D=head_dim,
+        SECTION=angles.section,
+    )
+    return q, k, v
+
+
+def _check_rope(table: Rope, positions: mx.array, section: int | None) -> int:
+    check.rows("rope", "cos", table.cos, "positions", "head_dim/2")
+    check.rows("rope", "sin", table.sin, *table.cos.shape)
+    check.indices("rope", "positions", positions, "T")
+    width = 2 * table.cos.shape[1]
+    section = width if section is None else section
+    if section <= 0 or section % 2 or width % section:
+        raise EgemmaError(f"[rope] expected section to be even and divide {width} but got {section}")
+    return section
+
+
+def _check_qkv(q: mx.array, k: mx.array, v: mx.array, q_w: mx.array, k_w: mx.array, head_dim: int) -> None:
+    check.rows("qkv_prep", "q", q, "T", "heads·head_dim")
+    check.rows("qkv_prep", "k", k, q.shape[0], "kv_heads·head_dim")
+    check.rows("qkv_prep", "v", v, *k.shape)
+    check.weight("qkv_prep", "q_w", q_w, head_dim)
+    check.weight("qkv_prep", "k_w", k_w, head_dim)
+    check.multiple("qkv_prep", "the width of q", q.shape[1], head_dim)
+    check.multiple("qkv_prep", "the width of k", k.shape[1], head_dim)

@@ -1,0 +1,48 @@
+"""Which implementation of the kernel functions runs."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import mlx.core as mx
+
+from egemma_mlx.config import TextConfig
+from egemma_mlx.errors import EgemmaError
+from egemma_mlx.kernels import OPS, Kernels, metal_kernels
+from egemma_mlx.kernels.approx import on_cpu
+from egemma_mlx.kernels.library import Library
+from egemma_mlx.kernels.selfcheck import Widths, verified
+
+Backend = Literal["auto", "metal", "ops", "simulator"]
+
+
+def select(backend: Backend, config: TextConfig) -> Kernels:
+    """The kernel functions of a backend, for a model of these widths.
+
+    Args:
+        backend: "metal": the kernels of `metal_src/`, each checked against float64 first; "ops": plain MLX operations,
+            on any device; "simulator": the Metal kernels on the CPU, with every check, a thousand times slower;
+            "auto": metal where the default device is a Metal GPU, else ops.
+
+    Raises:
+        EgemmaError: an unknown backend, or one that does not run here.
+    """
+    if backend not in get_args(Backend):
+        raise EgemmaError(f"expected backend {', '.join(map(repr, get_args(Backend)))} but got {backend!r}")
+    if backend == "auto":
+        backend = "metal" if mx.metal.is_available() and not on_cpu() else "ops"
+    if backend == "ops":
+        return OPS
+    if backend == "simulator":
+        return metal_kernels(simulator_library(), "simulator")
+    if not mx.metal.is_available() or on_cpu():
+        raise EgemmaError(f"expected a Metal GPU for backend 'metal' but MLX runs on {mx.default_device()}")
+    library = Library(mx.fast.metal_kernel)
+    return verified(metal_kernels(library, "metal"), library, Widths.of(config))
+
+
+def simulator_library() -> Library:
+    """The Metal kernels as the simulator runs them."""
+    from egemma_mlx import simulator  # looks for a compiler and pyelftools, which only this backend needs
+
+    return Library(simulator.metal_kernel)

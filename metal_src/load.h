@@ -1,0 +1,27 @@
+// Four neighbours at once, widened to float32 (bfloat16 → float32 is exact).
+//
+// MLX binds an array of fewer than eight elements in the `constant` address space, hence two of each.
+#include <metal_stdlib>
+using namespace metal;
+
+METAL_FUNC float4 widened(float4 v) {
+  return v;
+}
+
+METAL_FUNC float4 widened(vec<bfloat16_t, 4> v) {
+  return float4(float(v[0]), float(v[1]), float(v[2]), float(v[3]));
+}
+
+template <typename T>
+METAL_FUNC float4 load4(const device T* p) {
+  return widened(*(const device vec<T, 4>*)p);
+}
+
+template <typename T>
+METAL_FUNC float4 load4(const constant T* p) {
+  return widened(*(const constant vec<T, 4>*)p);
+}
+
+METAL_FUNC void store4(device float* p, float4 v) {
+  *(device float4*)p = v;
+}

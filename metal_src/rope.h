@@ -1,0 +1,58 @@
+// A head of D channels, normed and rotated by one simdgroup.
+//
+// RoPE turns the pairs (i, i + SECTION/2) inside each section ("rotate half"); pair number j of a head takes angle j.
+// A lane holds four pairs at a time: j = 4·lane … 4·lane + 3 of every 128. D is a multiple of SECTION, SECTION of 8.
+template <int D>
+struct Pairs {
+  float4 low[(D / 2 + 127) / 128];
+  float4 high[(D / 2 + 127) / 128];
+  float inverse;
+};
+
+// The channel of the lower half of pair j.
+template <int SECTION>
+METAL_FUNC uint low_channel(uint pair) {
+  return pair + pair / (SECTION / 2) * (SECTION / 2);
+}
+
+template <int D, int SECTION>
+METAL_FUNC Pairs<D> load_head(const device float* x, float eps, uint lane) {
+  Pairs<D> head;
+  float square = 0.0f;
+  for (uint i = 0; i < (D / 2 + 127) / 128; ++i) {
+    const uint pair = 4 * lane + 128 * i;
+    if (pair < D / 2) {
+      head.low[i] = load4(x + low_channel<SECTION>(pair));
+      head.high[i] = load4(x + low_channel<SECTION>(pair) + SECTION / 2);
+      square += dot(head.low[i], head.low[i]) + dot(head.high[i], head.high[i]);
+    }
+  }
+  head.inverse = precise::rsqrt(simd_sum(square) / float(D) + eps);
+  return head;
+}
+
+template <int D, int SECTION>
+METAL_FUNC void store_normed(Pairs<D> head, device float* y, uint lane) {
+  for (uint i = 0; i < (D / 2 + 127) / 128; ++i) {
+    const uint pair = 4 * lane + 128 * i;
+    if (pair < D / 2) {
+      store4(y + low_channel<SECTION>(pair), head.low[i] * head.inverse);
+      store4(y + low_channel<SECTION>(pair) + SECTION / 2, head.high[i] * head.inverse);
+    }
+  }
+}
+
+template <int D, int SECTION, typename W, typename A>
+METAL_FUNC void store_rotated(Pairs<D> head, W w, A cos, A sin, device float* y, uint lane) {
+  for (uint i = 0; i < (D / 2 + 127) / 128; ++i) {
+    const uint pair = 4 * lane + 128 * i;
+    if (pair < D / 2) {
+      const uint channel = low_channel<SECTION>(pair);
+      const float4 low = head.low[i] * head.inverse * load4(w + channel);
+      const float4 high = head.high[i] * head.inverse * load4(w + channel + SECTION / 2);
+      const float4 c = load4(cos + pair), s = load4(sin + pair);
+      store4(y + channel, low * c - high * s);
+      store4(y + channel + SECTION / 2, high * c + low * s);
+    }
+  }
+}
