@@ -14,6 +14,7 @@ from egemma_mlx import blas, checkpoint
 from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.heap import keep_pages
+from egemma_mlx.kernels import Kernels
 from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.backend import Backend, select
 from egemma_mlx.models.encoder import EmbeddingGemma2, EmbeddingOutput
@@ -64,13 +65,17 @@ def load(
     folder = checkpoint.resolve(path_or_hf_repo or default_model(), revision)
     config = Config.from_file(folder / "config.json")
     tokenizer = Tokenizer.from_folder(folder, config)
-    kernels = select(backend, config.text)
+    return load_model(folder, config, select(backend, config.text), compiled), tokenizer
+
+
+def load_model(folder: Path, config: Config, kernels: Kernels, compiled: bool | None = None) -> EmbeddingGemma2:
+    """The text model of a checkpoint folder over a set of kernel functions, its weights evaluated."""
     model = EmbeddingGemma2(config, kernels, compiled)
-    weights = checkpoint.load_tensors(folder, config, modalities)
+    weights = checkpoint.load_tensors(folder, config, ("text",))
     widen = kernels.name == "ops" and on_cpu()
     model.load_weights([(name, _resident(name, weights.pop(name), widen)) for name in list(weights)])
     mx.eval(model.parameters())
-    return model, tokenizer
+    return model
 
 
 def default_model() -> str:
