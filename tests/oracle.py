@@ -28,7 +28,7 @@ for _package in ("torch", "transformers"):
 
 import torch  # noqa: E402
 
-from egemma_mlx.bench import declare_torchvision_operators  # noqa: E402
+from egemma_mlx.bench.text import declare_torchvision_operators  # noqa: E402
 
 if importlib.util.find_spec("torchvision") is not None:
     declare_torchvision_operators()

@@ -20,7 +20,7 @@ from egemma_mlx.kernels.library import Library, Source, launch
 from egemma_mlx.kernels.linear import TILE
 from egemma_mlx.packing import Packed
 
-_BOUNDS = Source("attention_bounds", ("segments", "window"), ("bounds",))
+_BOUNDS = Source("attention_bounds", ("segments", "window"), ("bounds",), ("attention",))
 _TABLES = ("bounds", "positions", "window", "heads", "kv_heads")
 _FLASH = Source(
     "flash", ("q", "k", "v", *_TABLES), ("out",), ("fragment", "load", "attention", "flash", "flash_direct")

@@ -1,4 +1,4 @@
-"""Benchmarks that anybody can run: `python -m egemma_mlx.bench text`.
+"""Whole encoders side by side: `python -m egemma_mlx.bench text`.
 
 Every contender that is installed (this package, sentence-transformers, egemma2) embeds the same texts with the same
 checkpoint on this machine. Each runs in a process of its own; rounds go through the contenders in alternating order,
@@ -110,7 +110,7 @@ def _serve(name: str, folder: str) -> None:
 @contextmanager
 def _contender(name: str, folder: str) -> Iterator[Callable[[list[str]], float] | None]:
     """Seconds that `name` takes for a list of texts, or None where it does not start."""
-    command = [sys.executable, "-m", "egemma_mlx.bench", "serve", name, "--model", folder]
+    command = [sys.executable, "-m", "egemma_mlx.bench", "text", "--serve", name, "--model", folder]
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as process,
@@ -254,7 +254,7 @@ def _python(code: str, *arguments: str, **options: Any) -> str:
 # --- report ----------------------------------------------------------------------------------------------------------
 
 
-def text(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The text model against its peers, cold start and memory."""
     with ExitStack() as stack:
         folder = arguments.model or _random_checkpoint(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -316,26 +316,19 @@ def _machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m egemma_mlx.bench", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
-    compare = commands.add_parser("text", help=text.__doc__)
-    compare.add_argument("--model", help="checkpoint folder (default: a random one of full size)")
-    compare.add_argument("--rounds", type=int, help="rounds of every workload (default: 15, 5 and 3)")
-    compare.add_argument("--json", action="store_true", help="print JSON")
-    serve = commands.add_parser("serve")  # what a contender's process runs
-    serve.add_argument("name", choices=_CONTENDERS)
-    serve.add_argument("--model", required=True)
-    arguments = parser.parse_args(argv)
-    if arguments.command == "serve":
-        _serve(arguments.name, arguments.model)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="checkpoint folder (default: a random one of full size)")
+    parser.add_argument("--rounds", type=int, help="rounds of every workload (default: 15, 5 and 3)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--serve", choices=_CONTENDERS, help=argparse.SUPPRESS)  # a contender's process, on --model
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.serve:
+        _serve(arguments.serve, arguments.model)
         return
-    report = text(arguments)
+    report = measure(arguments)
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
         _print_text(report)
-
-
-if __name__ == "__main__":
-    main()
