@@ -1,0 +1,16 @@
+// The Metal Shading Language as C++ for clang: everything a translated kernel includes.
+#pragma once
+#include "msl/scalars.h"
+#include "msl/address_spaces.h"
+#include "msl/type_traits.h"
+#include "msl/vectors.h"
+#include "msl/limits.h"
+#include "msl/math.h"
+#include "msl/common.h"
+#include "msl/integers.h"
+#include "msl/threadgroup.h"
+#include "msl/simd.h"
+#include "msl/matrix.h"
+#include "msl/atomics.h"
+#include "msl/mlx.h"
+#include "msl/launch.h"
