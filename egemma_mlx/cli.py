@@ -33,14 +33,15 @@ _PIECE_TOKENS = 512
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for an error (one line on stderr), 130 when interrupted."""
+    """Run the command line and return its exit code: 0, 1 when `doctor` finds a kernel wrong, 2 for an error (one line
+    on stderr), 130 when interrupted."""
     # Raises SystemExit, so that a partial output file is removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
         try:
             arguments = _parser().parse_args(argv)
-            arguments.run(arguments)
+            code: int | None = arguments.run(arguments)
             sys.stdout.flush()
         except BrokenPipeError:
             # Whoever read the output has had enough; the interpreter's own flush must not fail again.
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             _say(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}")
             return 2
-    return 0
+    return code or 0
 
 
 def _say(message: str) -> None:
@@ -184,8 +185,8 @@ def info(arguments: argparse.Namespace) -> None:
 
     from egemma_mlx import blas, checkpoint
     from egemma_mlx.config import Config
-    from egemma_mlx.kernels import OPS
     from egemma_mlx.kernels.approx import on_cpu
+    from egemma_mlx.kernels.backend import picked
     from egemma_mlx.loading import default_model
     from egemma_mlx.tokenizer import Tokenizer
 
@@ -205,7 +206,7 @@ def info(arguments: argparse.Namespace) -> None:
         "default_prompt_name": tokenizer.default_prompt_name,
         "mlx": version("mlx"),
         "device": device,
-        "kernels": OPS.name,
+        "kernels": picked(arguments.backend),
         "blas": asdict(library),
     }
     if arguments.json:
@@ -220,7 +221,7 @@ def info(arguments: argparse.Namespace) -> None:
         *(("attention", _attention(layer, count)) for layer, count in Counter(text.layers).items()),
         ("tokens", f"at most {tokenizer.max_length:,} a text, vocabulary {len(tokenizer):,}"),
         ("prompts", f"{_listed(tokenizer.prompts)} (default: {tokenizer.default_prompt_name or 'none'})"),
-        ("runs on", f"MLX {version('mlx')} on the {device}, kernels {OPS.name}"),
+        ("runs on", f"MLX {version('mlx')} on the {device}, kernels {facts['kernels']}"),
         ("BLAS", f"{library.name}, {library.path or 'no library loaded'} ({library.reason})"),
     ]
     sys.stdout.writelines(f"{name:<12}{value}\n" for name, value in rows)
@@ -233,6 +234,49 @@ def _listed(names: Iterable[str]) -> str:
 def _attention(layer: LayerConfig, count: int) -> str:
     reach = "full" if layer.window is None else f"within ±{layer.window} tokens"
     return f"{count} layers {reach}: {layer.heads} heads over {layer.kv_heads} of {layer.head_dim}"
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """What this machine is, and whether the kernels are right on it; 1 when one is not."""
+    from egemma_mlx import checkpoint
+    from egemma_mlx import doctor as report
+    from egemma_mlx.config import Config
+    from egemma_mlx.kernels.selfcheck import PUBLISHED, Widths
+
+    widths = PUBLISHED
+    if arguments.model is not None:
+        folder = checkpoint.resolve(arguments.model, arguments.revision)
+        widths = Widths.of(Config.from_file(folder / "config.json").text)
+    dump: Path | None = arguments.dump_msl
+    files = [] if dump is None else report.dump_msl(dump, widths)
+    machine, examined = report.facts(), report.examine(widths, simulator=arguments.simulator)
+    if arguments.json:
+        print(json.dumps(report.as_json(machine, examined, files)))
+    else:
+        print(report.as_text(machine, examined), end="")
+        if dump is not None:
+            print(f"{len(files)} kernels are in {dump}. Apple's compiler reads them, where Xcode is, with")
+            print(f"    {report.compile_command(dump)}")
+    return int(examined is not None and any(verdict.problem for verdict in examined[1]))
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """The compiled forward as a file for MLX in Swift, C++ and Python."""
+    from egemma_mlx import checkpoint
+    from egemma_mlx.export import export_forward
+    from egemma_mlx.loading import default_model
+
+    folder = checkpoint.resolve(arguments.model or default_model(), arguments.revision)
+    out, tokens, segments = arguments.out, arguments.tokens, arguments.segments
+    export_forward(folder, out, tokens=tokens, segments=segments, backend=arguments.backend)
+    size = out.stat().st_size / 1e6
+    print(f"{out}: tokens {tokens}, segments {segments}, kernels {arguments.backend}, {size:,.1f} MB")
 
 
 # --- checkpoint ------------------------------------------------------------------------------------------------------
@@ -255,7 +299,7 @@ def checkpoint(arguments: argparse.Namespace) -> None:
 def _encoder(arguments: argparse.Namespace) -> Encoder:
     from egemma_mlx.encoder import Encoder
 
-    return Encoder(arguments.model, revision=arguments.revision)
+    return Encoder(arguments.model, revision=arguments.revision, backend=arguments.backend)
 
 
 def _count(text: str) -> int:
@@ -269,6 +313,7 @@ class _Parser(argparse.ArgumentParser):
         raise EgemmaError(f"{message} (see {self.prog} --help)")
 
 
+# By the argument; by command and argument where a command means something else by it.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "text": {"nargs": "*", "metavar": "TEXT", "help": "texts to embed"},
     "query": {"metavar": "QUERY"},
@@ -288,12 +333,29 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "--size": {"choices": ("tiny", "full"), "default": "tiny", "help": "full: the published shapes, 1.5 GB"},
     "--modalities": {"nargs": "+", "choices": ("text", "image", "audio"), "default": ("text", "image", "audio")},
     "--seed": {"type": int, "default": 0},
+    "--backend": {
+        "choices": ("auto", "metal", "ops", "simulator"),
+        "default": "auto",
+        "help": "metal: this package's kernels; ops: MLX's own operations; simulator: the kernels on the CPU, slowly, "
+        "with every check; auto: metal where there is an Apple GPU, else ops",
+    },
+    "export out": {"type": Path, "metavar": "OUT.mlxfn"},
+    "export --backend": {
+        "choices": ("metal", "ops"),
+        "default": "metal",
+        "help": "metal (default): this package's kernels, for Apple GPUs; ops: MLX's own operations, for this machine",
+    },
+    "--tokens": {"type": _count, "metavar": "N", "required": True, "help": "rows of the packed batch"},
+    "--segments": {"type": _count, "metavar": "S", "default": 1, "help": "texts of the batch (default: 1)"},
+    "--simulator": {"action": "store_true", "help": "run the kernels on the CPU, without an Apple GPU"},
+    "--dump-msl": {"type": Path, "metavar": "DIR", "help": "write the source of every kernel into a new folder"},
+    "doctor --model": {"metavar": "PATH_OR_REPO", "help": "check at its widths (default: those of embeddinggemma-2)"},
     "--dtype": {"choices": ("bfloat16", "float32"), "default": "bfloat16"},
     "--model": {"metavar": "PATH_OR_REPO", "help": "default: $EGEMMA_MODEL, else google/embeddinggemma-2"},
     "--revision": {"help": "branch, tag or commit of the hub repository"},
 }
 # Command, its summary, its details, its arguments.
-_COMMANDS: tuple[tuple[Callable[[argparse.Namespace], None], str, str, str], ...] = (
+_COMMANDS: tuple[tuple[Callable[[argparse.Namespace], int | None], str, str, str], ...] = (
     (
         embed,
         "Print or store the vectors of texts.",
@@ -303,19 +365,33 @@ _COMMANDS: tuple[tuple[Callable[[argparse.Namespace], None], str, str, str], ...
         '.npz holds "embeddings" and, as strings, "ids" (if every line has one) or else "texts". An output file is '
         "complete or absent.",
         "text --input --output --prompt-name --prompt --truncate-dim --precision --batch-tokens --max-length "
-        "--truncate --model --revision",
+        "--truncate --backend --model --revision",
     ),
     (
         search,
         "Rank the paragraphs of text files by how near they are to a query.",
         "Folders are read without hidden files, data (.csv, .json, …) and whatever is not UTF-8 text.",
-        "query paths --top --prompt-name --batch-tokens --json --model --revision",
+        "query paths --top --prompt-name --batch-tokens --json --backend --model --revision",
     ),
     (
         info,
         "Show a checkpoint's configuration, towers and sizes, and what would run it.",
         "No weights are loaded.",
-        "--json --model --revision",
+        "--json --backend --model --revision",
+    ),
+    (
+        doctor,
+        "Show what this machine is, and check the kernels on it.",
+        "Every Metal kernel runs once and is compared with float64; the exit code is 1 when one fails. The output is "
+        "Markdown, for an issue.",
+        "--simulator --dump-msl --json --model --revision",
+    ),
+    (
+        export,
+        "Write the compiled forward, weights included, as a file for MLX in Swift, C++ and Python.",
+        "The function in it takes int32 arrays tokens [N], positions [N] (-1: no token) and segments [S, 2] (start, "
+        "length), and returns unit vectors [S, dim]. The file is complete or absent.",
+        "out --tokens --segments --backend --model --revision",
     ),
     (
         checkpoint,
@@ -334,7 +410,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(run.__name__, help=summary, description=f"{summary} {details}")
         command.set_defaults(run=run)
         for argument in arguments.split():
-            command.add_argument(argument, **_ARGUMENTS[argument])
+            own = f"{run.__name__} {argument}"
+            command.add_argument(argument, **_ARGUMENTS[own if own in _ARGUMENTS else argument])
     return parser
 
 

@@ -23,11 +23,12 @@ import egemma_mlx
 from egemma_mlx import checkpoint, cli, loading, random_checkpoint, vectors
 from egemma_mlx.documents import Paragraph
 from egemma_mlx.encoder import Encoder
+from egemma_mlx.kernels.backend import picked
 from egemma_mlx.records import json_lines
 from egemma_mlx.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("embed", "search", "info", "checkpoint")
+COMMANDS = ("embed", "search", "info", "doctor", "export", "checkpoint")
 TEXTS = ["a river in the north", "", "memory of a computer " * 20, "grüße 你好 🌍"]
 
 
@@ -123,7 +124,7 @@ def test_help_imports_nothing_heavy() -> None:
             assert all(name in words for name in COMMANDS)
         else:
             assert words.startswith(f"usage: egemma-mlx {arguments[0]} ")
-            assert arguments[0] == "checkpoint" or loading.DEFAULT_MODEL in words
+            assert arguments[0] in ("checkpoint", "doctor") or loading.DEFAULT_MODEL in words
 
 
 def test_choices_are_those_of_the_package() -> None:
@@ -637,7 +638,7 @@ def test_info(run: Run, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(shards) > 2 and facts["files"] == {shard.name: shard.stat().st_size for shard in shards}
     assert facts["prompts"] == encoder.prompts and facts["default_prompt_name"] is None
     assert (facts["vocabulary"], facts["max_tokens"]) == (len(encoder.tokenizer), 8192)
-    assert facts["version"] == egemma_mlx.__version__ and facts["kernels"] == "ops"
+    assert facts["version"] == egemma_mlx.__version__ and facts["kernels"] == picked("auto")
     assert facts["device"] in ("cpu", "gpu") and facts["blas"]["name"]
 
     done = run("info", "--model", model)

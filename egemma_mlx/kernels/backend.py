@@ -27,18 +27,29 @@ def select(backend: Backend, config: TextConfig) -> Kernels:
     Raises:
         EgemmaError: an unknown backend, or one that does not run here.
     """
+    chosen = picked(backend)
+    if chosen == "ops":
+        return OPS
+    if chosen == "simulator":
+        return metal_kernels(simulator_library(), chosen)
+    library = Library(mx.fast.metal_kernel)
+    return verified(metal_kernels(library, chosen), library, Widths.of(config))
+
+
+def picked(backend: Backend) -> Literal["metal", "ops", "simulator"]:
+    """What `backend` stands for here, found without running a kernel.
+
+    Raises:
+        EgemmaError: an unknown backend, or Metal where it is not.
+    """
     if backend not in get_args(Backend):
         raise EgemmaError(f"expected backend {', '.join(map(repr, get_args(Backend)))} but got {backend!r}")
+    has_metal = mx.metal.is_available() and not on_cpu()
     if backend == "auto":
-        backend = "metal" if mx.metal.is_available() and not on_cpu() else "ops"
-    if backend == "ops":
-        return OPS
-    if backend == "simulator":
-        return metal_kernels(simulator_library(), "simulator")
-    if not mx.metal.is_available() or on_cpu():
+        return "metal" if has_metal else "ops"
+    if backend == "metal" and not has_metal:
         raise EgemmaError(f"expected a Metal GPU for backend 'metal' but MLX runs on {mx.default_device()}")
-    library = Library(mx.fast.metal_kernel)
-    return verified(metal_kernels(library, "metal"), library, Widths.of(config))
+    return backend
 
 
 def simulator_library() -> Library:

@@ -68,7 +68,7 @@ class Verdict:
     """What one kernel did.
 
     Attributes:
-        kernel: its name in `metal_src/`.
+        kernel: its name in `metal_src/`, and the head_dim that it ran at where there are several.
         function: of `Kernels`, which it serves.
         error: max |got − float64| / max |float64|, or None when it did not run.
         problem: why it is not to be used, in one line, or None.
@@ -111,6 +111,11 @@ def verified(kernels: Kernels, library: Library, widths: Widths) -> Kernels:
 def verdicts(library: Library, widths: Widths = PUBLISHED) -> list[Verdict]:
     """Run every kernel once on `library`, at these widths."""
     return [_verdict(check) for check in _checks(library, widths)]
+
+
+def launches(library: Library, widths: Widths = PUBLISHED) -> list[mx.array]:
+    """What `verdicts` would evaluate, lazy: to be traced, which needs no GPU."""
+    return [array for check in _checks(library, widths) for array in check.run() if array is not None]
 
 
 def _verdict(check: _Check) -> Verdict:
@@ -174,7 +179,7 @@ def _row_kernels(
     library: Library, widths: Widths, rows: Callable[..., Any], stored: Callable[..., Any]
 ) -> Iterator[_Check]:
     x, y, g, u = (rows(_ROWS, width) for width in (widths.hidden, widths.hidden, widths.inner, widths.inner))
-    w, next_w, post = stored(widths.hidden), stored(widths.hidden), mx.array([0.85])
+    w, next_w, post = stored(widths.hidden), stored(widths.hidden), stored(1)
     yield _Check(
         "rms_norm",
         "rms_norm",
@@ -221,7 +226,7 @@ def _attention(
     q, k, v = (_rms(_wide(part).reshape(_ROWS, -1, dim)) for part in x)
     prepared = [_rotated(q * _wide(q_w), table, packed), _rotated(k * _wide(k_w), table, packed), v]
     yield _Check(
-        "qkv_prep",
+        f"qkv_prep {dim}",
         "qkv_prep",
         partial(qkv.metal_qkv_prep, library, raw_q, raw_k, raw_v, q_w, k_w, angles, head_dim=dim, eps=_EPS),
         prepared,
@@ -230,7 +235,7 @@ def _attention(
     expected = [_attended(*map(_wide, inputs), window=_WINDOW)]
     for name, form in _forms(dim):
         yield _Check(
-            name,
+            f"{name} {dim}",
             "attention",
             partial(_run_attention, form, library, inputs, packed),
             expected,
