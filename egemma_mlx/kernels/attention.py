@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from egemma_mlx.kernels import check
 from egemma_mlx.kernels.approx import fused, on_cpu, softmax_exp
 from egemma_mlx.packing import Packed, membership
 
@@ -41,21 +42,30 @@ class Run(NamedTuple):
     tiles: list[Tile]
 
 
+class Runs(NamedTuple):
+    """The segments of a batch of `rows` rows, as the host knows them."""
+
+    rows: int
+    runs: list[Run]
+
+
 class Blocks(NamedTuple):
     """All rows in blocks against the rows within `reach`, for segments that only the device knows.
 
     Attributes:
+        rows: of the batch.
         near: [blocks, block + 2·reach] row numbers in a batch with `reach` rows before its first.
         allowed: [blocks, block, block + 2·reach].
     """
 
+    rows: int
     block: int
     reach: int
     near: mx.array
     allowed: mx.array
 
 
-Plan = list[Run] | Blocks
+Plan = Runs | Blocks
 
 
 def plan(packed: Packed, window: int | None) -> Plan:
@@ -64,7 +74,8 @@ def plan(packed: Packed, window: int | None) -> Plan:
     Args:
         window: inclusive radius, or None for full attention.
     """
-    return _blocks(packed, window) if packed.lengths is None else _runs(packed, window)
+    check_tables(packed)
+    return _blocks(packed, window) if packed.lengths is None else Runs(packed.rows, _runs(packed, window))
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan) -> mx.array:
@@ -77,9 +88,23 @@ def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan) -> mx.array:
     Returns:
         [T, heads·head_dim] float32.
     """
+    check_heads(q, k, v, plan.rows)
     rows, kv_heads, head_dim = k.shape
     q, k, v = (x.transpose(1, 0, 2).reshape(kv_heads, -1, rows, head_dim) for x in (q, k, v))
-    return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan)
+    return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan.runs)
+
+
+def check_tables(packed: Packed) -> None:
+    check.indices("attention", "segments", packed.segments, "S", 2)
+    check.indices("attention", "positions", packed.positions, packed.rows)
+
+
+def check_heads(q: mx.array, k: mx.array, v: mx.array, rows: int) -> None:
+    """Raise EgemmaError unless q, k and v fit each other and a plan of `rows` rows."""
+    check.rows("attention", "q", q, rows, "heads", "head_dim")
+    check.rows("attention", "k", k, rows, "kv_heads", q.shape[2])
+    check.rows("attention", "v", v, *k.shape)
+    check.multiple("attention", "heads", q.shape[1], k.shape[1])
 
 
 def _rows_first(out: mx.array) -> mx.array:
@@ -153,7 +178,7 @@ def _blocks(packed: Packed, window: int | None) -> Blocks:
     if window is not None:
         here, there = pairs(packed.positions)
         allowed = allowed & (mx.abs(here - there) <= window)
-    return Blocks(block, reach, near, allowed)
+    return Blocks(rows, block, reach, near, allowed)
 
 
 def _over_blocks(q: mx.array, k: mx.array, v: mx.array, plan: Blocks) -> mx.array:

@@ -11,11 +11,12 @@ from the first that its first row meets to the last that its last row does.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from egemma_mlx.kernels import check
+from egemma_mlx.kernels.attention import check_heads, check_tables
 from egemma_mlx.kernels.library import Library, Source, launch
 from egemma_mlx.kernels.linear import TILE
 from egemma_mlx.packing import Packed
@@ -69,8 +70,7 @@ class Bounds(NamedTuple):
 
 def metal_plan(library: Library, packed: Packed, window: int | None) -> Bounds:
     """`plan` for the Metal forms: one small launch, once for all layers of one window."""
-    check.indices("attention", "segments", packed.segments, "S", 2)
-    check.indices("attention", "positions", packed.positions, packed.rows)
+    check_tables(packed)
     radius = _EVERYTHING if window is None else window
     (rows,) = library(_BOUNDS)(
         inputs=[packed.segments, radius],
@@ -85,7 +85,8 @@ def metal_plan(library: Library, packed: Packed, window: int | None) -> Bounds:
 
 def metal_attention(library: Library, q: mx.array, k: mx.array, v: mx.array, plan: Bounds) -> mx.array:
     """`attention` for head_dim a multiple of 8, in whichever form fits."""
-    _check(q, k, v, plan)
+    check_heads(q, k, v, plan.positions.shape[0])
+    check.multiple("attention", "head_dim", q.shape[2], 8)
     if q.shape[2] > FLASH_HEAD_DIM:
         return product_attention(library, q, k, v, plan)
     return flash_attention(library, q, k, v, plan, staged=plan.keys >= _STAGED_KEYS)
@@ -158,12 +159,3 @@ def product_attention(
 def _flat(*heads: mx.array) -> tuple[mx.array, ...]:
     """[T, heads, head_dim] → [T, heads·head_dim]."""
     return tuple(x.reshape(x.shape[0], -1) for x in heads)
-
-
-def _check(q: mx.array, k: mx.array, v: mx.array, plan: Any) -> None:
-    check.rows("attention", "q", q, plan.positions.shape[0], "heads", "head_dim")
-    rows, heads, head_dim = q.shape
-    check.rows("attention", "k", k, rows, "kv_heads", head_dim)
-    check.rows("attention", "v", v, *k.shape)
-    check.multiple("attention", "heads", heads, k.shape[1])
-    check.multiple("attention", "head_dim", head_dim, 8)

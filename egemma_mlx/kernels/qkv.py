@@ -106,6 +106,7 @@ def qkv_prep(
         products of attention want them).
     """
     _check_qkv(q, k, v, q_w, k_w, head_dim)
+    check.rows("qkv_prep", "angles", angles.cos, q.shape[0], "sections", 2, head_dim // (2 * angles.cos.shape[1]))
     halves = (-1, 2, angles.cos.shape[-1])
 
     def split(x: mx.array) -> tuple[mx.array, mx.array]:
@@ -140,6 +141,8 @@ def metal_qkv_prep(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """`qkv_prep` in one launch, with `metal_rope`'s angles; sections are multiples of 8 channels."""
     _check_qkv(q, k, v, q_w, k_w, head_dim)
+    check.indices("qkv_prep", "positions", angles.positions, q.shape[0])
+    check.rows("qkv_prep", "cos", angles.table.cos, "positions", head_dim // 2)
     check.multiple("qkv_prep", "head_dim", head_dim, angles.section)
     check.multiple("qkv_prep", "a section", angles.section, 8)
     rows, heads, kv_heads = q.shape[0], q.shape[1] // head_dim, k.shape[1] // head_dim

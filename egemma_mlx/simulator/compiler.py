@@ -52,6 +52,9 @@ KERNEL_FLAGS = (
     # 1.0 is a float; half and bfloat round after each operation.
     "-Xclang",
     "-cl-single-precision-constant",
+    # Any function may hold a barrier: no pass gives each branch before it a copy of its own.
+    "-Xclang",
+    "-fconvergent-functions",
     "-Xclang",
     "-ffloat16-excess-precision=none",
     "-Xclang",
@@ -79,10 +82,13 @@ CHECKED_FLAGS = (
             "-asan-stack=0",
             "-asan-globals=0",
             "-asan-opt-same-temp=0",
+            # Accesses that two branches share keep the lines of both.
+            "-sink-common-insts=false",
+            "-hoist-common-insts=false",
         )
         for word in ("-mllvm", option)
     ),
-    "-fsanitize=array-bounds",
+    "-fsanitize=array-bounds,local-bounds",
     "-fno-sanitize-recover=array-bounds",
 )
 UNCHECKED_FLAGS = ("-O2",)

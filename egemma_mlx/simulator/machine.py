@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from egemma_mlx.simulator import symbols
 from egemma_mlx.simulator.compiler import compile_runtime
 from egemma_mlx.simulator.errors import (
     DataRace,
@@ -72,13 +71,17 @@ class Options:
     access_budget: int = 1 << 40
 
 
+_PEAKS = ("threadgroup_memory", "fragment_floats")
+
+
 @dataclass(frozen=True)
 class Counters:
     """What a launch did: exact for the program, and silent about caches. Bytes are summed over lanes.
 
     Barriers are counted once a threadgroup or simdgroup, simd operations and 8×8×8 multiply-accumulates once a
     simdgroup, atomics once a thread. `per_buffer` has bytes loaded and stored, `threadgroup_memory` the bytes of one
-    threadgroup.
+    threadgroup, `fragment_floats` the most 32-bit registers that one lane's matrices fill at a time (as the kernel is
+    written: a compiler may do with fewer).
     """
 
     device_load_bytes: int = 0
@@ -94,20 +97,21 @@ class Counters:
     threads: int = 0
     threadgroups: int = 0
     threadgroup_memory: int = 0
+    fragment_floats: int = 0
     per_buffer: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __add__(self, other: Counters) -> Counters:
         sums = {
             item.name: getattr(self, item.name) + getattr(other, item.name)
             for item in dataclasses.fields(self)
-            if item.name not in ("per_buffer", "threadgroup_memory")
+            if item.name not in ("per_buffer", *_PEAKS)
         }
         buffers = dict(self.per_buffer)
         for name, (loaded, stored) in other.per_buffer.items():
             before = buffers.get(name, (0, 0))
             buffers[name] = (before[0] + loaded, before[1] + stored)
-        memory = max(self.threadgroup_memory, other.threadgroup_memory)
-        return Counters(**sums, threadgroup_memory=memory, per_buffer=buffers)
+        peaks = {name: max(getattr(self, name), getattr(other, name)) for name in _PEAKS}
+        return Counters(**sums, **peaks, per_buffer=buffers)
 
 
 def run(
@@ -164,12 +168,14 @@ def _check_limits(entry: str, buffers: Sequence[Buffer], threadgroup: Sequence[i
 
 
 def _error(library: Path, report: _Report) -> SimulatorError:
+    from egemma_mlx.simulator import symbols  # needs pyelftools, whose absence `available` explains
+
+    place, other = (
+        symbols.locate(library, site) if site else "unknown place" for site in (report.site, report.other_site)
+    )
     message: str = report.message.decode()
-    if report.other_site:
-        message = message.replace("{other}", symbols.locate(library, report.other_site))
-    place = symbols.locate(library, report.site) if report.site else "unknown place"
     fault: type[SimulatorError] = FAULTS[report.fault - 1]
-    return fault(f"{place}: {message}")
+    return fault(f"{place}: {message.replace('{other}', other)}")
 
 
 def _native(buffer: Buffer) -> _Buffer:
@@ -189,7 +195,8 @@ def _counters(buffers: Sequence[Buffer], natives: ctypes.Array[_Buffer], result:
         + result.program_constants_loaded,
         threadgroup_load_bytes=result.threadgroup_loaded,
         threadgroup_store_bytes=result.threadgroup_stored,
-        **{name: getattr(counts, name) for name, _ in _Counts._fields_},
+        fragment_floats=counts.fragment_bytes // 4,
+        **{name: getattr(counts, name) for name, _ in _Counts._fields_ if name != "fragment_bytes"},
         per_buffer={buffer.name: (native.loaded, native.stored) for buffer, native in pairs},
     )
 
@@ -209,6 +216,7 @@ class _Counts(ctypes.Structure):
         ("threads", ctypes.c_uint64),
         ("threadgroups", ctypes.c_uint64),
         ("threadgroup_memory", ctypes.c_uint64),
+        ("fragment_bytes", ctypes.c_uint64),
     )
 
 

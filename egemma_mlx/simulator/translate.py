@@ -77,6 +77,7 @@ _BUILT_IN = (
 )
 _BUILT_IN_POINTER = re.compile(rf"\b(?:{_BUILT_IN})\s*(?:const\s*)?[*&](?!&)")
 _FUNCTION = re.compile(r"\b(?!if\b)\w+[\s*&]+(?!(?:if|for|while|switch)\b)\w+\s*\(([^(){};]*)\)\s*(?:const\s*)?\{")
+_CAST = re.compile(r"\((?:const\s+)?(device|constant|threadgroup)\b[^(){};]*\*\s*\)\s*[(&\s]*([A-Za-z_]\w*)")
 _TYPED_POINTER = re.compile(r"\s*(?:const\s+)?[A-Za-z_][\w:]*(?:\s*<.*>)?\s*(?:const\s*)?[*&](?!&)")
 
 
@@ -257,6 +258,21 @@ def _refuse(text: _Text) -> None:
             if _TYPED_POINTER.match(parameter):
                 raise _no_space(text, at + len(parameter) - len(parameter.lstrip()), parameter)
             at += len(parameter) + 1
+    # A cast from one address space to another, as far as the names of a kernel's variables and buffers tell.
+    for name, start, _, end in text.kernels():
+        spaces = _spaces(text, start, end) if name == text.name else {}
+        for match in _CAST.finditer(text.bare, start, end):
+            space = spaces.get(match[2], match[1])
+            if space != match[1]:
+                raise text.error(match.start(), f"a cast of {space} memory to {match[1]}: {match[0]!r}")
+
+
+def _spaces(text: _Text, start: int, end: int) -> dict[str, str]:
+    """The address spaces of the kernel's buffers and threadgroup variables, by name."""
+    spaces = {p.name: _SPACE.findall(p.type)[0] for p in _parameters(text) if p.buffer is not None}
+    for match in _VARIABLE.finditer(text.bare, start, end):
+        spaces |= {name: "threadgroup" for name, _ in _VARIABLE_NAME.findall(match["names"])}
+    return spaces
 
 
 def _no_space(text: _Text, at: int, declaration: str) -> CompileError:

@@ -27,6 +27,8 @@ struct msl_lane {
   uint32_t simdgroup_index_in_threadgroup;
   uint32_t fragment_row, fragment_column;  // of this lane's two elements of an 8×8 matrix
   uint32_t generation;                     // accumulators of this generation await msl_settle_matrices
+  uint32_t fragment_bytes;                 // of the matrices that this lane holds now
+  uint32_t most_fragment_bytes;
 };
 
 // One threadgroup, and the launch that it belongs to.

@@ -65,23 +65,20 @@ static ALWAYS_INLINE void trace(Shadow& shadow, const Accessor& self, const Regi
               offset);
   if (stores(access) && UNLIKELY(unordered(shadow.read, self)))
     fail_race(shadow.read, self, name_of(access), "load", region.name, offset);
-  if (loads(access) && !region.initialised) {
-    uint32_t first = self.device ? 1 : self.clock.threadgroup_start;
-    if (UNLIKELY(shadow.write.epoch < first))
-      remember_uninitialised_read((Site)(machine.code_begin + self.site), region.name, offset);
-  }
+  if (loads(access) && UNLIKELY(shadow.write.epoch < self.oldest_write))
+    remember_uninitialised_read((Site)(machine.code_begin + self.site), region.name, offset);
   if (access == Access::load) {
     add(shadow.read, self);
   } else if (access == Access::store) {
     // All earlier accesses come before this one, so it stands for them.
-    shadow.write = {self.now(), self.site, self.who, false, false};
+    shadow.write = {self.now, self.site, self.who, false, false};
     shadow.read.epoch = 0;
   } else if (stores(access)) {
     if (shadow.write.atomic) {
       add(shadow.write, self);
-    } else if (shadow.write.who != self.who || shadow.write.epoch != self.now()) {
+    } else if (shadow.write.who != self.who || shadow.write.epoch != self.now) {
       // (The thread's own plain store, unfenced, is the stricter of the two to remember.)
-      shadow.write = {self.now(), self.site, self.who, true, false};
+      shadow.write = {self.now, self.site, self.who, true, false};
     }
   }
 }
@@ -95,10 +92,20 @@ static ALWAYS_INLINE void trace_range(Region& region, uint64_t offset, uint64_t 
   for (uint64_t done = 0; done < size; done += step, ++shadow) trace<access>(*shadow, self, region, offset + done);
 }
 
-static ALWAYS_INLINE Accessor accessor(const Fiber& fiber, const Region& region, uint32_t site) {
-  bool device = region.space != Space::threadgroup;
-  return {uint16_t(fiber.thread_index_in_threadgroup), fiber.simdgroup_index_in_threadgroup, machine.clocks[!device],
-          device, site};
+static ALWAYS_INLINE Accessor accessor(const Fiber& fiber, const Region& region, Site site) {
+  const bool device = region.space != Space::threadgroup;
+  const Clock& clock = machine.clocks[!device];
+  const uint32_t simdgroup = fiber.simdgroup_index_in_threadgroup;
+  return {uint16_t(fiber.thread_index_in_threadgroup),
+          device,
+          simdgroup,
+          uint32_t((uintptr_t)site - machine.code_begin),
+          clock.threadgroup_start,
+          clock.since,
+          clock.now[simdgroup],
+          region.initialised ? 0
+          : device           ? 1
+                             : clock.threadgroup_start};
 }
 
 // ---- one access
@@ -133,9 +140,7 @@ static ALWAYS_INLINE void check(uintptr_t address, uint64_t size, Site site) {
   Region& region = find_region<access>(address, size, site);
   if (UNLIKELY((address & (size - 1)) != 0 && (size & (size - 1)) == 0 && size <= 16))
     fail_alignment(region, address, size, access, site);
-  if (region.shadow)
-    trace_range<access>(region, address - region.begin, size,
-                        accessor(current(), region, uint32_t((uintptr_t)site - machine.code_begin)));
+  if (region.shadow) trace_range<access>(region, address - region.begin, size, accessor(current(), region, site));
 }
 
 // ---- matrices
@@ -150,7 +155,7 @@ static void check_tile(const Tile& tile, Site site) {
     Region& region = find_region<access>(address, 8 * bytes, site);
     if (UNLIKELY(address & (bytes - 1))) fail_alignment(region, address, bytes, access, site);
     if (!region.shadow) continue;
-    Accessor self = accessor(current(), region, uint32_t((uintptr_t)site - machine.code_begin));
+    Accessor self = accessor(current(), region, site);
     for (uint32_t column = 0; column < 8; ++column) {
       uint32_t r = tile.transposed ? column : row, c = tile.transposed ? row : column;
       self.who = uint16_t(first_thread + lane_of_element(r, c));

@@ -5,6 +5,7 @@
 
 #include "access.h"
 #include "scheduler.h"
+#include "traps.h"
 
 namespace msl {
 
@@ -127,7 +128,9 @@ extern "C" __attribute__((visibility("default"))) uint32_t msl_run(msl_entry ent
   dl_iterate_phdr(find_code, nullptr);
   bool fits = copy_in(buffers, count, addresses);
   if (fits) {
+    if (options->checked) set_traps();
     run_threadgroups(grid, threadgroup);
+    if (options->checked) remove_traps();
     if (report.fault == Fault::none && !report_uninitialised_read()) copy_out(buffers, count, addresses);
     *result = {};
     count_bytes(buffers, count, *result);

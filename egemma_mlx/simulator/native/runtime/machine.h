@@ -92,7 +92,7 @@ struct Clock {
 
 struct Counts {
   uint64_t multiply_accumulates, threadgroup_barriers, simdgroup_barriers, simd_operations, atomics;
-  uint64_t threads, threadgroups, threadgroup_memory;
+  uint64_t threads, threadgroups, threadgroup_memory, fragment_bytes;
 };
 
 struct Options {

@@ -66,22 +66,17 @@ uint32_t settle_products(uint32_t index) {
   return served;
 }
 
-void settle_all(uint32_t index, Site where) {
-  const Simdgroup& simdgroup = machine.simdgroups[index];
-  if (simdgroup.operations == 0) return;
+void fail_missing_operation(uint32_t index) {
   const Fiber& last = hindmost(index);
-  if (last.operations < simdgroup.operations)
-    fail(Fault::divergence, offset_of(simdgroup.log[last.operations].site), offset_of(where),
-         "a matrix operation that lane %u of the simdgroup does not take part in: it goes on to {other}",
-         last.thread_index_in_simdgroup);
-  settle_products(index);
+  fail(Fault::divergence, offset_of(machine.simdgroups[index].log[last.operations].site), 0,
+       "a matrix operation that lane %u of the simdgroup does not take part in", last.thread_index_in_simdgroup);
 }
 
-void fail_missing_product(uint32_t index) {
+void settle_all(uint32_t index) {
   const Simdgroup& simdgroup = machine.simdgroups[index];
-  const Fiber& last = hindmost(index);
-  fail(Fault::divergence, offset_of(simdgroup.log[last.operations].site), 0,
-       "a matrix operation that lane %u of the simdgroup does not take part in", last.thread_index_in_simdgroup);
+  if (simdgroup.operations == 0) return;
+  if (hindmost(index).operations < simdgroup.operations) fail_missing_operation(index);
+  settle_products(index);
 }
 
 // Is the calling lane the first one to come to its next matrix operation?

@@ -10,10 +10,10 @@ namespace msl {
 // Returns these lanes, a bit each.
 uint32_t settle_products(uint32_t simdgroup);
 
-// Fails unless all lanes have done the same matrix operations; then settles. `where` is where they come together.
-void settle_all(uint32_t simdgroup, Site where);
+// Fails unless all lanes have done the same matrix operations; then settles.
+void settle_all(uint32_t simdgroup);
 
-// All that lanes can do has been done, and some still wait for products that another lane has not queued.
-__attribute__((noreturn)) void fail_missing_product(uint32_t simdgroup);
+// No lane can go on, and some wait for an operation that another one has not come to.
+__attribute__((noreturn)) void fail_missing_operation(uint32_t simdgroup);
 
 }  // namespace msl

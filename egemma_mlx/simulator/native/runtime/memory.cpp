@@ -10,6 +10,8 @@ namespace msl {
 
 constexpr uint64_t kThreadgroupBytes = 32 << 10;
 constexpr uintptr_t kPageBytes = 1 << kPageShift;
+// An index that is wrong by a multiple of a row's or a tile's bytes lands between buffers, not in the next one.
+constexpr uintptr_t kGapBytes = 128 << 20;
 
 Region regions[kMostRegions];
 uint32_t region_count;
@@ -57,7 +59,7 @@ Region* add_region(const RegionSpec& spec) {
   if (mprotect((void*)first_page(region), page_bytes(region), PROT_READ | PROT_WRITE) != 0) return nullptr;
   if (machine.options.checked && spec.writable && !add_shadow(region)) return nullptr;
   memset(&region_on_page[(first_page(region) - arena) >> kPageShift], region_count, page_bytes(region) >> kPageShift);
-  arena_top = first_page(region) + page_bytes(region) + kPageBytes;
+  arena_top = first_page(region) + page_bytes(region) + kGapBytes;
   regions[region_count] = region;
   return &regions[region_count++];
 }

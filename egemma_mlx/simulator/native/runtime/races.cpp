@@ -5,7 +5,7 @@
 namespace msl {
 
 static void describe(char* text, size_t size, const Trace& trace, const Accessor& self) {
-  if (trace.other_threadgroups || trace.epoch < self.clock.threadgroup_start)
+  if (trace.other_threadgroups || trace.epoch < self.threadgroup_start)
     snprintf(text, size, "another threadgroup");
   else if (trace.who == kOfSeveral)
     snprintf(text, size, "threads of several simdgroups");

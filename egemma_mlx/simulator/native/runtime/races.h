@@ -23,42 +23,38 @@ constexpr uint16_t kOfSeveral = 0xffff;
 
 inline uint32_t simdgroup_in(uint16_t who) { return who & kOfSimdgroup ? who & ~kOfSimdgroup : who / kLanes; }
 
-// The thread that accesses memory now.
+// The thread that accesses memory now, and what its clock says.
 struct Accessor {
   uint16_t who;
-  uint32_t simdgroup;
-  const Clock& clock;
   bool device;
+  uint32_t simdgroup;
   uint32_t site;
-
-  uint32_t now() const { return clock.now[simdgroup]; }
+  uint32_t threadgroup_start, since, now;
+  uint32_t oldest_write;  // what was written before is not there; 0 in memory that began initialised
 };
 
 // Is there no barrier between the trace and now?
 inline bool unordered(const Trace& trace, const Accessor& self) {
   if (self.device && trace.other_threadgroups) return trace.epoch != 0;
-  if (trace.epoch < self.clock.since)
-    return self.device && trace.epoch != 0 && trace.epoch < self.clock.threadgroup_start;
+  if (trace.epoch < self.since) return self.device && trace.epoch != 0 && trace.epoch < self.threadgroup_start;
   if (trace.who == self.who) return false;
-  return simdgroup_in(trace.who) != self.simdgroup || trace.epoch == self.now();
+  return simdgroup_in(trace.who) != self.simdgroup || trace.epoch == self.now;
 }
 
 // Adds an access to those that the trace stands for. What barriers have ordered is dropped.
 inline void add(Trace& trace, const Accessor& self) {
-  const uint32_t now = self.now();
-  if (trace.epoch < self.clock.since) {
-    bool others =
-        self.device && trace.epoch != 0 && (trace.other_threadgroups || trace.epoch < self.clock.threadgroup_start);
-    trace = {now, self.site, self.who, trace.atomic, others};
+  if (trace.epoch < self.since) {
+    bool others = self.device && trace.epoch != 0 && (trace.other_threadgroups || trace.epoch < self.threadgroup_start);
+    trace = {self.now, self.site, self.who, trace.atomic, others};
     return;
   }
   if (simdgroup_in(trace.who) != self.simdgroup)
     trace.who = kOfSeveral;
-  else if (trace.epoch < now)
+  else if (trace.epoch < self.now)
     trace.who = self.who;
   else if (trace.who != self.who)
     trace.who = uint16_t(kOfSimdgroup | self.simdgroup);
-  trace.epoch = now;
+  trace.epoch = self.now;
   trace.site = self.site;
 }
 

@@ -58,7 +58,7 @@ static void serve_waiting(uint32_t index) {
   Simdgroup& simdgroup = machine.simdgroups[index];
   if (!simdgroup.waiting_for_products || simdgroup.ready) return;
   uint32_t served = settle_products(index) & simdgroup.waiting_for_products;
-  if (!served) fail_missing_product(index);
+  if (!served) fail_missing_operation(index);
   simdgroup.waiting_for_products &= ~served;
   simdgroup.ready = served;
 }
@@ -80,7 +80,7 @@ static bool join(Simdgroup& simdgroup, Fiber& self, const Collective& collective
   if (simdgroup.live < simdgroup.size)
     fail(Fault::divergence, site_of(collective), 0, "%s in %u of %u lanes: the others have ended", collective.name,
          simdgroup.live, simdgroup.size);
-  settle_all(self.simdgroup_index_in_threadgroup, collective.site);
+  settle_all(self.simdgroup_index_in_threadgroup);
   return true;
 }
 
@@ -143,13 +143,14 @@ static void run_thread() {
   Fiber& self = current();
   Simdgroup& simdgroup = simdgroup_of(self);
   --simdgroup.live;
+  if (self.most_fragment_bytes > machine.counts.fragment_bytes) machine.counts.fragment_bytes = self.most_fragment_bytes;
   if (simdgroup.waiting)
     fail(Fault::divergence, site_of(simdgroup.collective), 0,
          "%s in some lanes of a simdgroup, while this one has ended", simdgroup.collective.name);
   if (simdgroup.live)
     serve_waiting(self.simdgroup_index_in_threadgroup);
   else
-    settle_all(self.simdgroup_index_in_threadgroup, nullptr);
+    settle_all(self.simdgroup_index_in_threadgroup);
   if (!all_ended()) run_next(self.simdgroup_index_in_threadgroup);
   void* never_continued;
   msl_switch_stack(&never_continued, machine.host_stack);
@@ -186,6 +187,7 @@ static void prepare_fiber(uint32_t index) {
   fiber.fragment_column = column_of_lane(lane);
   fiber.generation = 1;
   fiber.operations = fiber.products = 0;
+  fiber.fragment_bytes = fiber.most_fragment_bytes = 0;
   fiber.targeted = 0;
   fiber.stack = stack_of(index);
   fiber.stack_pointer = fresh_stack(index, run_thread);

@@ -1,13 +1,31 @@
 // <metal_simdgroup_matrix>: an 8×8 matrix, two elements of one row in each lane.
 #pragma once
 
+namespace msl {
+
+// Counts the matrices that a lane holds: what a kernel needs in registers, if it is compiled as it is written.
+template <class T>
+struct Held {
+#ifdef MSL_CHECKED
+  MSL_INLINE Held() {
+    uint32_t bytes = msl_current->fragment_bytes += 2 * sizeof(T);
+    if (bytes > msl_current->most_fragment_bytes) msl_current->most_fragment_bytes = bytes;
+  }
+  MSL_INLINE Held(const Held&) : Held() {}
+  MSL_INLINE Held& operator=(const Held&) { return *this; }
+  MSL_INLINE ~Held() { msl_current->fragment_bytes -= 2 * sizeof(T); }
+#endif
+};
+
+}  // namespace msl
+
 namespace metal {
 
 template <class T, int Columns, int Rows>
 struct simdgroup_matrix;
 
 template <class T>
-struct simdgroup_matrix<T, 8, 8> {
+struct simdgroup_matrix<T, 8, 8> : ::msl::Held<T> {
   MSL_INLINE simdgroup_matrix() { fill(T(__builtin_nanf(""))); }
   // A diagonal matrix.
   MSL_INLINE explicit simdgroup_matrix(T value) {
@@ -40,7 +58,7 @@ struct simdgroup_matrix<T, 8, 8> {
 
 // Products of float matrices are queued (msl_multiply_accumulate): reading one that waits settles all of them.
 template <>
-struct simdgroup_matrix<float, 8, 8> {
+struct simdgroup_matrix<float, 8, 8> : ::msl::Held<float> {
   MSL_INLINE simdgroup_matrix() { initialise(__builtin_nanf(""), __builtin_nanf("")); }
   MSL_INLINE explicit simdgroup_matrix(float value) {
     initialise(row() == column() ? value : 0.0f, row() == column() + 1 ? value : 0.0f);

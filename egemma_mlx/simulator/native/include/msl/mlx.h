@@ -2,6 +2,8 @@
 // (mlx/backend/metal/kernels/utils.h).
 #pragma once
 
+using namespace metal;
+
 typedef half float16_t;
 typedef bfloat bfloat16_t;
 struct complex64_t;

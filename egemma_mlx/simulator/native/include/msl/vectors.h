@@ -25,13 +25,25 @@ struct shape_of<vec<T, N>> {
   typedef T scalar;
 };
 
+// Clang has no cast between half and bfloat.
+template <class T, class A>
+MSL_INLINE T convert(A value) {
+  constexpr bool between_halves = (metal::is_same_v<T, half> && metal::is_same_v<A, bfloat>) ||
+                                  (metal::is_same_v<T, bfloat> && metal::is_same_v<A, half>);
+  if constexpr (between_halves)
+    return T(float(value));
+  else
+    return T(value);
+}
+
 template <class V, class A>
 MSL_INLINE void append(V& vector, int& filled, A argument) {
   typedef typename shape_of<V>::scalar T;
+  typedef typename shape_of<A>::scalar S;
   if constexpr (shape_of<A>::is_vector)
-    for (int i = 0; i < shape_of<A>::size; ++i) vector[filled++] = (T)argument[i];
+    for (int i = 0; i < shape_of<A>::size; ++i) vector[filled++] = convert<T, S>(argument[i]);
   else
-    vector[filled++] = (T)argument;
+    vector[filled++] = convert<T, S>(argument);
 }
 
 // Components one after the other, or one scalar in all of them. Converts each, as MSL's constructors do.
