@@ -85,6 +85,7 @@ CHECKED_FLAGS = (
             # Accesses that two branches share keep the lines of both.
             "-sink-common-insts=false",
             "-hoist-common-insts=false",
+            "-enable-tail-merge=false",
         )
         for word in ("-mllvm", option)
     ),

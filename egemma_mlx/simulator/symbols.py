@@ -40,12 +40,14 @@ def _frames(dwarf: Any, unit: Any, address: int) -> Iterator[tuple[str, int]]:
 
 
 def _line_row(program: Any, address: int) -> Any | None:
-    before = None
+    before, dropped = None, False
     for entry in program.get_entries():
         state = entry.state
         if state is None:
             continue
-        if before is not None and before.address <= address < state.address:
+        if before is None:
+            dropped = state.address == 0  # a function that the linker left out
+        elif before.address <= address < state.address and not dropped:
             return before
         before = None if state.end_sequence else state
     return None
