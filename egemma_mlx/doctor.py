@@ -25,6 +25,8 @@ from egemma_mlx.kernels.library import Library
 from egemma_mlx.kernels.selfcheck import TOLERANCE, Verdict, Widths, launches, verdicts
 from egemma_mlx.models.encoder import EmbeddingGemma2
 
+# Of a batch in each form of the products: one, two and four fragments of few rows, and many.
+_ROWS = (8, 16, 64, 256)
 _KERNEL_PREFIX = "custom_kernel_egemma_"
 # What of utils.h, which MLX puts before every kernel, a generated signature needs.
 _PRELUDE = """\
@@ -78,8 +80,8 @@ def as_json(machine: dict[str, Any], examined: tuple[str, list[Verdict]] | None,
     return {**machine, "kernels_ran_on": ran_on, "kernels": kernels, "msl": list(map(str, msl))}
 
 
-def as_text(machine: dict[str, Any], examined: tuple[str, list[Verdict]] | None) -> str:
-    """The report as Markdown that reads as plain text too."""
+def facts_table(machine: dict[str, Any]) -> str:
+    """`facts` as Markdown that reads as plain text too."""
     device, library = machine["device"], machine["blas"]
     rows = [
         ("egemma-mlx", machine["egemma_mlx"]),
@@ -91,9 +93,15 @@ def as_text(machine: dict[str, Any], examined: tuple[str, list[Verdict]] | None)
     ]
     if device["type"] == "cpu":
         rows.append(("BLAS", f"{library['name']} ({library['reason']})"))
+    return table(rows)
+
+
+def as_text(machine: dict[str, Any], examined: tuple[str, list[Verdict]] | None) -> str:
+    """The report as Markdown that reads as plain text too."""
+    heading = facts_table(machine)
     if examined is None:
         ending = "The kernels need Metal, which is not here: `egemma-mlx doctor --simulator` runs them on the CPU."
-        return f"{_table(rows)}\n{ending}\n"
+        return f"{heading}\n{ending}\n"
     ran_on, found = examined
     failed = sum(verdict.problem is not None for verdict in found)
     outcome = f"{failed} of {len(found)} checks failed" if failed else f"All {len(found)} checks passed"
@@ -112,7 +120,7 @@ def as_text(machine: dict[str, Any], examined: tuple[str, list[Verdict]] | None)
     ]
     place = "Metal" if ran_on == "metal" else "the simulator"
     ending = f"{outcome} on {place} (tolerance: {TOLERANCE:.0e} of the greatest float64 value)."
-    return f"{_table(rows)}\n{_table(kernels)}\n{ending}\n"
+    return f"{heading}\n{table(kernels)}\n{ending}\n"
 
 
 def _finite(error: float | None) -> float | None:
@@ -126,7 +134,7 @@ def _described(name: str, value: Any) -> str:
     return f"{label} {value / 2**30:.1f} GiB" if isinstance(value, int) and value >= 2**20 else f"{label} {value}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns are aligned; the first row is its head."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -171,7 +179,10 @@ def sources(widths: Widths) -> dict[str, str]:
     library = Library(mx.fast.metal_kernel)
     model = EmbeddingGemma2(_config(widths), metal_kernels(library, "metal"), compiled=False)
     model.set_dtype(mx.bfloat16)
-    return _kernels(forward(model), example(64, 8)) | _kernels(lambda: launches(library, widths), ())
+    found = _kernels(lambda: launches(library, widths), ())
+    for rows in _ROWS:
+        found |= _kernels(forward(model), example(rows, 1))
+    return found
 
 
 def _kernels(function: Callable[..., Any], arguments: Iterable[mx.array]) -> dict[str, str]:

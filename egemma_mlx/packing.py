@@ -14,12 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 # A `constant` address space begins below 8 elements (MLX custom kernels); segments stay above it.
 MIN_SEGMENTS = 8
+
+
+class Grid(NamedTuple):
+    """Segments as rows of one length, for plain operations that must know their sizes when they are traced.
+
+    Attributes:
+        segments: at the front of the table, at most; later ones are empty.
+        length: rows of a segment, at most.
+        full: every one of them has `length` tokens, end to end from row 0: the packed row is the grid.
+    """
+
+    segments: int
+    length: int
+    full: bool
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ class Packed:
         dense: positions are 0…n−1 in every segment of `lengths` (so a window reaches exactly so many rows).
         span: host bound on the length of a segment.
         reach: host bound on position + 1.
+        grid: what an anonymous batch may still know of its segments.
     """
 
     tokens: mx.array
@@ -44,6 +60,7 @@ class Packed:
     dense: bool
     span: int
     reach: int
+    grid: Grid | None = None
 
     @property
     def rows(self) -> int:
@@ -52,6 +69,14 @@ class Packed:
     def anonymous(self) -> Packed:
         """The same batch without what a trace must not know: host lengths; the span in powers of eight."""
         return replace(self, lengths=None, dense=False, span=_at_least(self.span, 64, 8))
+
+    def gridded(self) -> Packed:
+        """The same batch with a grid where it would not be much larger than the batch; sizes in powers of two."""
+        count, length = len(self.lengths or ()), max(self.lengths or (0,))
+        even = self.dense and length % 16 == 0 and set(self.lengths or ()) == {length}
+        grid = Grid(count, length, True) if even else Grid(_at_least(count, 1, 2), _at_least(length, 16, 2), False)
+        fits = length > 0 and grid.segments <= self.segments.shape[0] and grid.segments * grid.length <= 2 * self.rows
+        return replace(self, grid=grid if fits else None)
 
     def padded(self, rows: int, slots: int) -> Packed:
         """The same batch with T and S grown to `rows` and `slots`, by rows that hold no token and empty slots."""

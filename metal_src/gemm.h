@@ -37,16 +37,6 @@ struct GemmSlice {
   float4 w[gemm_loads];
 };
 
-METAL_FUNC int gemm_tiles(int size) {
-  return (size + gemm_tile - 1) / gemm_tile;
-}
-
-// Four elements of `table[row][column…]`, zeros outside rows × columns.
-template <typename P>
-METAL_FUNC float4 load4_within(P table, int row, int column, int rows, int columns, int stride) {
-  return row < rows && column < columns ? load4(table + ulong(row) * stride + column) : float4(0.0f);
-}
-
 // Row and column of load number i of a thread in a tile of `width` columns: neighbours read neighbours.
 METAL_FUNC int2 load_place(uint thread_index, int i, int width) {
   const int at = 4 * (int(thread_index) + 128 * i);

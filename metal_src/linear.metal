@@ -2,14 +2,16 @@
 //
 //   x [T, K] float32, w [M, K] float32 or bfloat16 → y [T, M] float32, K and M multiples of 4
 //
-// Threadgroup (i, j) computes the 64 × 64 tile at row 64·j, column 64·i (gemm.h has the mapping and the rounding).
-threadgroup float x_tile[gemm_memory], w_tile[gemm_memory];
+// Threadgroup (i, j) of eight simdgroups computes 64 rows × 256 columns from row 64·j, column 256·i on, each simdgroup
+// 32 × 64 of them (columns.h has the products, linear.h the tile).
+threadgroup float slices[2 * 64 * slice_stride];
 
-const GemmThread self = {
-    thread_index_in_threadgroup,
-    simdgroup_index_in_threadgroup,
+const int group = simdgroup_index_in_threadgroup;
+const SharedThread self = {
+    int(thread_index_in_threadgroup),
+    256,
     thread_index_in_simdgroup,
-    gemm_tile * int(threadgroup_position_in_grid.y),
-    gemm_tile * int(threadgroup_position_in_grid.x)};
-const GemmShape shape = {x_shape[0], w_shape[0], x_shape[1], x_shape[1], x_shape[1], w_shape[0]};
-gemm<false>(x, w, y, shape, self, x_tile, w_tile);
+    64 * int(threadgroup_position_in_grid.y),
+    64 * int(threadgroup_position_in_grid.y) + 32 * (group / 4)};
+const int column = 256 * int(threadgroup_position_in_grid.x) + 64 * (group % 4);
+linear_tile(x, x_shape[0], x_shape[1], w, y, w_shape[0], column, self, slices);

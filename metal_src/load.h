@@ -25,3 +25,9 @@ METAL_FUNC float4 load4(const constant T* p) {
 METAL_FUNC void store4(device float* p, float4 v) {
   *(device float4*)p = v;
 }
+
+// Four elements of `table[row][column…]`, zeros outside rows × columns.
+template <typename P>
+METAL_FUNC float4 load4_within(P table, int row, int column, int rows, int columns, int stride) {
+  return row < rows && column < columns ? load4(table + ulong(row) * stride + column) : float4(0.0f);
+}

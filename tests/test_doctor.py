@@ -92,8 +92,8 @@ def test_a_wrong_kernel_and_one_that_does_not_compile(
 ) -> None:
     folder = tmp_path / "metal_src"
     shutil.copytree(source_folder(), folder)
-    wrong = (folder / "gelu_mul.metal").read_text().replace("0.044715f", "0.045715f")
-    (folder / "gelu_mul.metal").write_text(wrong)
+    right = (folder / "gelu_mul.metal").read_text()
+    (folder / "gelu_mul.metal").write_text(right.replace("* load4(u", "* 1.001f * load4(u"))
     (folder / "rms_norm.metal").write_text("this is not Metal;\n")
     planted = Library(executor.make, folder)
     monkeypatch.setattr(doctor, "verdicts", lambda _, widths: selfcheck.verdicts(planted, widths))

@@ -78,7 +78,7 @@ def test_the_kernels_are_in_the_file(tiny_text: Path, tmp_path: Path) -> None:
     out = tmp_path / "forward.mlxfn"
     export_forward(tiny_text, out, tokens=TOKENS, segments=SEGMENTS)
     data = out.read_bytes()
-    for kernel in ("linear_3", "qkv_prep", "attention_bounds", "flash", "add_norm_next", "gelu_mul", "pool"):
+    for kernel in ("linear_short_3", "qkv_prep", "attention_bounds", "flash", "add_norm_next", "gated_short", "pool"):
         assert f'#line 1 "{kernel}.metal"'.encode() in data
     # Weights as they are stored, bfloat16; the tiny checkpoint's weights are most of the file.
     assert len(data) < 2 * (tiny_text / "model.safetensors").stat().st_size + 2**22
@@ -204,7 +204,7 @@ def exported(
 def test_the_command(exported: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = exported("f.mlxfn", "--tokens", "16")
     assert (code, err) == (0, "") and re.fullmatch(r"f\.mlxfn: tokens 16, segments 1, kernels metal, \d+\.\d MB\n", out)
-    assert b"linear_3.metal" in Path("f.mlxfn").read_bytes()
+    assert b"linear_short_3.metal" in Path("f.mlxfn").read_bytes()
     assert exported("f.mlxfn", "--tokens", "16", "--segments", "2", "--backend", "ops")[0] == 0
     (vectors,) = mx.import_function("f.mlxfn")(*export.example(16, 2))
     assert vectors.shape == (2, 96)

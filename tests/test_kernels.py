@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from egemma_mlx import packing
-from egemma_mlx.kernels import approx
+from egemma_mlx.kernels import OPS, approx
 from egemma_mlx.kernels.attention import _shifted_exp, attention, plan
 from egemma_mlx.kernels.gelu import gelu_mul
 from egemma_mlx.kernels.linear import linear
@@ -159,6 +159,34 @@ def test_gelu_mul_is_right_in_both_tails_and_zero_at_zero(formulas: str) -> None
         got = gelu_mul(mx.array(g), mx.full(g.shape, u))
         assert gate_error(got, g, np.float32(u)) < 5e-7
         assert got[-1].item() == 0
+
+
+# --- products that end in what follows them ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_products_end_in_what_follows_them(formulas: str, dtype: mx.Dtype) -> None:
+    for rows in ROWS:
+        for width in WIDTHS:
+            x, p, h = normal(0, rows, 36), normal(1, rows, width), normal(2, rows, width, scale=3)
+            w, up = (mx.array(normal(i, width, 36, scale=1 / 6)).astype(dtype) for i in (3, 4))
+            first, second = (
+                x.astype(np.float64) @ np.array(a.astype(mx.float32)).astype(np.float64).T for a in (w, up)
+            )
+            norm_w, next_w, post = weight(5, width), weight(6, width), weight(7, 1)
+            arrays, norm = (mx.array(x), w), mx.array(norm_w)
+            assert error(OPS.gated(*arrays, up), gelu(first) * second) < 3e-6
+            assert error(OPS.linear_gelu_mul(*arrays, mx.array(p)), gelu(first) * p) < 3e-6
+            normed = OPS.linear_rms_norm(*arrays, norm, eps=EPS, pre=0.25)
+            assert error(normed, rms(0.25 * first) * norm_w) < 3e-6
+            out, after = OPS.linear_add_norm(*arrays, mx.array(h), norm, eps=EPS)
+            assert error(out, h + rms(first) * norm_w) < 3e-6
+            assert after is None
+            options = {"post": mx.array(post), "next_w": mx.array(next_w)}
+            out, after = OPS.linear_add_norm(*arrays, mx.array(h), norm, eps=EPS, **options)
+            expected = (h + rms(first) * norm_w) * post
+            assert error(out, expected) < 3e-6
+            assert error(after, rms(expected) * next_w) < 5e-6
 
 
 # --- the CPU's exp and tanh ------------------------------------------------------------------------------------------

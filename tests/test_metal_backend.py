@@ -6,6 +6,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ from test_kernels import EPS, normal, texts, weight
 
 from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
-from egemma_mlx.kernels import OPS, Kernels, attention, backend, metal_kernels
-from egemma_mlx.kernels.attention_metal import Bounds, flash_attention, metal_plan, product_attention
+from egemma_mlx.kernels import OPS, Kernels, attention, backend, linear, metal_kernels
+from egemma_mlx.kernels.attention_metal import (
+    Bounds,
+    flash_attention,
+    metal_plan,
+    product_attention,
+    split_attention,
+    split_fragments,
+)
 from egemma_mlx.kernels.library import Library, source_folder
 from egemma_mlx.kernels.probe import metal_fragment_probe
 from egemma_mlx.kernels.qkv import Rope, rope_table
@@ -30,7 +38,8 @@ KERNELS = {file.stem for file in source_folder().glob("*.metal")}
 
 
 def test_every_kernel_meets_at_least_20_shapes() -> None:
-    import test_metal_kernels  # noqa: F401  both declare theirs as they are imported
+    import test_metal_fused  # noqa: F401  all declare theirs as they are imported
+    import test_metal_kernels  # noqa: F401
     import test_metal_segments  # noqa: F401
 
     assert {*COVERED, "fragment_probe"} == KERNELS  # a probe has no shape
@@ -40,12 +49,23 @@ def test_every_kernel_meets_at_least_20_shapes() -> None:
 # --- pipelines -------------------------------------------------------------------------------------------------------
 
 
+def in_both_forms(function: Callable[[], list[mx.array]]) -> list[mx.array]:
+    """What it returns where products take the form for many rows, then where they take that for few."""
+    outputs = []
+    for rows in (0, 1 << 30):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linear, "SHORT", rows)
+            outputs += function()
+    return outputs
+
+
 def forward(kernels: Kernels, packed: Packed, width: int = 64) -> list[mx.array]:
     """Every function of a set once, each on fixed inputs."""
     rows = packed.rows
     x, y = (mx.array(normal(i, rows, width)) for i in range(2))
     w, next_w = (mx.array(weight(i, width)) for i in (3, 4))
-    weights = [mx.array(normal(5 + i, n, width, scale=width**-0.5)) for i, n in enumerate((2 * width, 4, 68))]
+    weights = [mx.array(normal(5 + i, n, width, scale=width**-0.5)) for i, n in enumerate((2 * width, 4, 68, width))]
+    square = weights[3]
     outputs = [
         kernels.rms_norm(x, w, eps=EPS),
         *kernels.add_norm(x, y, w, eps=EPS, next_w=next_w),
@@ -53,6 +73,11 @@ def forward(kernels: Kernels, packed: Packed, width: int = 64) -> list[mx.array]
         kernels.gelu_mul(x, y),
         kernels.matmul(x, weights[0].T),
         kernels.pool(x, w, packed, eps=EPS),
+        kernels.gated(x, square, square[::-1]),
+        kernels.linear_gelu_mul(x, square, y),
+        kernels.linear_rms_norm(x, square, w, eps=EPS),
+        *kernels.linear_add_norm(x, square, y, w, eps=EPS, next_w=next_w),
+        kernels.linear_add_norm(x, square, y, w, eps=EPS)[0],
     ]
     for count in (1, 2, 3):
         outputs += kernels.linear(x, *weights[:count])
@@ -70,12 +95,17 @@ def pipelines(packed: Packed, width: int = 64) -> dict[str, set[str]]:
     library, rows = Library(mx.fast.metal_kernel), packed.rows
 
     def launch() -> list[mx.array]:
-        q, k = mx.zeros((rows, 2, 16)), mx.zeros((rows, 1, 16))
+        (q, k), (wide_q, wide_k) = ([mx.zeros((rows, n, dim)) for n in (2, 1)] for dim in (16, 256))
         plan = metal_plan(library, packed, 5)
         flash = [flash_attention(library, q, k, k, plan, staged=staged) for staged in (False, True)]
+        split = [
+            split_attention(library, wide_q, wide_k, wide_k, plan, fragments=fragments)
+            for fragments in split_fragments(256)
+        ]
         rounds = product_attention(library, q, k, k, plan, score_bytes=1)
-        whole = forward(metal_kernels(library, "metal"), packed, width)
-        return [*whole, *flash, rounds, metal_fragment_probe(library)]
+        kernels = metal_kernels(library, "metal")
+        whole = in_both_forms(lambda: forward(kernels, packed, width))
+        return [*whole, *flash, *split, rounds, metal_fragment_probe(library)]
 
     found: dict[str, set[str]] = {}
     for call in calls(launch):
@@ -89,6 +119,15 @@ def test_a_pipeline_serves_every_length() -> None:
     assert set(few) == KERNELS
     for packed in (texts(300, 1, 2, 3), texts(*[1] * 600), texts(8, 8).padded(1024, 128)):
         assert pipelines(packed) == few
+
+
+def test_products_for_few_rows_have_three_pipelines() -> None:
+    """By 8, 16 or 32 rows a threadgroup; with two weights in each, 32 would not fit."""
+    short = {"linear_short", "linear_short_3", "gated_short", "linear_gelu_mul_short"}
+    eight, sixteen, more = (pipelines(texts(rows)) for rows in (8, 16, 17))
+    assert {kernel for kernel in KERNELS if eight[kernel] != sixteen[kernel]} == short
+    assert {kernel for kernel in KERNELS if sixteen[kernel] != more[kernel]} == short - {"gated_short"}
+    assert pipelines(texts(9)) == sixteen
 
 
 def test_a_pipeline_is_of_a_width() -> None:
@@ -217,11 +256,103 @@ BAD: dict[str, Callable[[Kernels], Any]] = {
         X, W, batch(segments=mx.zeros((2, 2))), eps=EPS
     ),
 }
+N = mx.zeros((4, 512))
+FUSED = ("gated", "linear_gelu_mul", "linear_rms_norm", "linear_add_norm")
+
+
+def end(kernels: Kernels, h: mx.array = X[:, :4], norm_w: mx.array = W[:4], **options: mx.array) -> Any:
+    return kernels.linear_add_norm(X, N, h, norm_w, eps=EPS, **options)
+
+
+def fuse(kernels: Kernels, name: str, x: mx.array, w: mx.array) -> Any:
+    """x·wᵀ in one of the fused functions, whose other arrays fit."""
+    rows, columns = x.shape[0], w.shape[0]
+    others: dict[str, tuple[mx.array, ...]] = {
+        "gated": (w,),
+        "linear_gelu_mul": (mx.zeros((rows, columns)),),
+        "linear_rms_norm": (W[:columns],),
+        "linear_add_norm": (mx.zeros((rows, columns)), W[:columns]),
+    }
+    return getattr(kernels, name)(x, w, *others[name], **({"eps": EPS} if "norm" in name else {}))
+
+
+PRODUCTS: dict[str, Callable[[str, Kernels], Any]] = {
+    "x of shape (T, K) but got (512,)": lambda name, k: fuse(k, name, W, N),
+    "x of dtype float32 but got float16": lambda name, k: fuse(k, name, X.astype(HALF), N),
+    "w of shape (M, 512) but got (4, 256)": lambda name, k: fuse(k, name, X, N[:, :256]),
+    "w of dtype float32 or bfloat16 but got int32": lambda name, k: fuse(k, name, X, N.astype(mx.int32)),
+}
+
+
+def _named(problem: str, name: str) -> str:
+    return problem.replace("w of", "gate of").replace("of w", "of gate") if name == "gated" else problem
+
+
+# What the Metal form says, what the plain one's part says, and the call.
+BAD_FUSED: dict[str, tuple[str, Callable[[Kernels], Any]]] = {
+    **{
+        f"[{name}] expected {_named(problem, name)}": (f"[linear] expected {problem}", partial(call, name))
+        for name in FUSED
+        for problem, call in PRODUCTS.items()
+    },
+    "[gated] expected up of shape (4, 512) but got (8, 512)": (
+        "[gelu_mul] expected u of shape (6, 4) but got (6, 8)",
+        lambda k: k.gated(X, N, mx.zeros((8, 512))),
+    ),
+    "[gated] expected up of shape (M, 512) but got (6, 256)": (
+        "[linear] expected w of shape (M, 512) but got (6, 256)",
+        lambda k: k.gated(X, N, X[:, :256]),
+    ),
+    "[linear_gelu_mul] expected p of shape (6, 4) but got (6, 512)": (
+        "[gelu_mul] expected u of shape (6, 4) but got (6, 512)",
+        lambda k: k.linear_gelu_mul(X, N, X),
+    ),
+    "[linear_gelu_mul] expected p of dtype float32 but got bfloat16": (
+        "[gelu_mul] expected u of dtype float32 but got bfloat16",
+        lambda k: k.linear_gelu_mul(X, N, X[:, :4].astype(mx.bfloat16)),
+    ),
+    "[linear_rms_norm] expected norm_w of shape (4,) but got (512,)": (
+        "[rms_norm] expected w of shape (4,) but got (512,)",
+        lambda k: k.linear_rms_norm(X, N, W, eps=EPS),
+    ),
+    "[linear_rms_norm] expected norm_w of dtype float32 or bfloat16 but got float16": (
+        "[rms_norm] expected w of dtype float32 or bfloat16 but got float16",
+        lambda k: k.linear_rms_norm(X, N, W[:4].astype(HALF), eps=EPS),
+    ),
+    "[linear_add_norm] expected h of shape (6, 4) but got (6, 512)": (
+        "[add_norm] expected y of shape (6, 512) but got (6, 4)",
+        lambda k: end(k, X),
+    ),
+    "[linear_add_norm] expected h of dtype float32 but got float16": (
+        "[add_norm] expected h of dtype float32 but got float16",
+        lambda k: end(k, X[:, :4].astype(HALF)),
+    ),
+    "[linear_add_norm] expected norm_w of shape (4,) but got (512,)": (
+        "[add_norm] expected w of shape (4,) but got (512,)",
+        lambda k: end(k, norm_w=W),
+    ),
+    "[linear_add_norm] expected post of shape (1,) but got (2,)": (
+        "[add_norm] expected post of shape (1,) but got (2,)",
+        lambda k: end(k, post=W[:2]),
+    ),
+    "[linear_add_norm] expected post of dtype float32 or bfloat16 but got int32": (
+        "[add_norm] expected post of dtype float32 or bfloat16 but got int32",
+        lambda k: end(k, post=mx.array([1])),
+    ),
+    "[linear_add_norm] expected next_w of shape (4,) but got (6, 512)": (
+        "[add_norm] expected next_w of shape (4,) but got (6, 512)",
+        lambda k: end(k, next_w=X),
+    ),
+}
 # Tables of other rows or widths than q's: a kernel would read behind their ends.
 BAD_TABLES: dict[str, Callable[[Kernels], Any]] = {
     "rows of the batch": lambda k: prepare(k, positions=BATCH.positions[1:]),
     "width of the angles": lambda k: prepare(k, table=rope_table(8, 8, 1e4)),
     "rows of the plan": lambda k: attend(k, *(x[1:] for x in (Q, K, K))),
+}
+INDIVISIBLE: dict[str, Callable[[str, Kernels], Any]] = {
+    "the width of x to be a multiple of 4 but got 6": lambda name, k: fuse(k, name, X[:, :6], N[:, :6]),
+    "the rows of w to be a multiple of 4 but got 6": lambda name, k: fuse(k, name, X, X),
 }
 BAD_METAL: dict[str, Callable[[Kernels], Any]] = {
     "[linear] expected the width of x to be a multiple of 4 but got 6": lambda k: k.linear(X[:, :6], X[:4, :6]),
@@ -242,6 +373,11 @@ BAD_METAL: dict[str, Callable[[Kernels], Any]] = {
     "[pool] expected the width of h to be a multiple of 4 but got 510": lambda k: k.pool(
         X[:, 2:], W[2:], BATCH, eps=EPS
     ),
+    **{
+        f"[{name}] expected {_named(problem, name)}": partial(call, name)
+        for name in FUSED
+        for problem, call in INDIVISIBLE.items()
+    },
 }
 
 
@@ -250,6 +386,14 @@ BAD_METAL: dict[str, Callable[[Kernels], Any]] = {
 def test_bad_input_is_an_error_that_names_it(message: str, form: str) -> None:
     with pytest.raises(EgemmaError, match=f"^{re.escape(message)}$"):
         BAD[message](SETS[form])
+
+
+@pytest.mark.parametrize("message", BAD_FUSED)
+def test_bad_input_of_a_fused_product_is_an_error_of_it_or_of_its_part(message: str) -> None:
+    of_a_part, call = BAD_FUSED[message]
+    for form, expected in (("metal", message), ("ops", of_a_part)):
+        with pytest.raises(EgemmaError, match=f"^{re.escape(expected)}$"):
+            call(SETS[form])
 
 
 @pytest.mark.parametrize("form", SETS)
@@ -267,7 +411,7 @@ def test_widths_that_a_kernel_cannot_read_are_an_error(message: str) -> None:
 
 # --- which set runs --------------------------------------------------------------------------------------------------
 
-WIDTHS = Widths(64, 68, 32, (Heads(2, 1, 16), Heads(2, 2, 136)))
+WIDTHS = Widths(64, 68, 32, (Heads(2, 1, 16), Heads(2, 2, 136), Heads(2, 1, 256)))
 
 
 @pytest.fixture
@@ -318,8 +462,9 @@ def test_auto_and_metal_check_the_kernels_of_a_metal_gpu(config: Config, monkeyp
 
 def set_error(kernels: Kernels, packed: Packed) -> float:
     """The greatest error of any function of a set against plain operations."""
-    pairs = zip(forward(kernels, packed), forward(OPS, packed), strict=True)
-    return max(error(np.array(got), np.array(expected).astype(np.float64)) for got, expected in pairs)
+    expected = [np.array(array).astype(np.float64) for array in forward(OPS, packed)]
+    got = in_both_forms(lambda: forward(kernels, packed))
+    return max(error(np.array(a), b) for a, b in zip(got, 2 * expected, strict=True))
 
 
 def replaced(kernels: Kernels) -> set[str]:
@@ -360,7 +505,7 @@ def test_a_wrong_kernel_and_one_that_does_not_compile_are_replaced(
 ) -> None:
     folder = plant(
         rms_norm=("weighted<D>(row, scale, w, lane)", "weighted<D>(row, 1.0f, w, lane)"),
-        gelu_mul=("const float4 gate =", "const float4 gate = nowhere +"),
+        gelu_mul=("load4(g + at)", "load4(nowhere + at)"),
     )
     library = Library(executor.make, folder)
     with pytest.warns(UserWarning) as caught:
@@ -371,31 +516,41 @@ def test_a_wrong_kernel_and_one_that_does_not_compile_are_replaced(
         r"rms_norm \(is off by .*\); gelu_mul \(does not run: .*\)",
         str(warning.message),
     )
-    assert replaced(kernels) == {"rms_norm", "gelu_mul"}
+    assert replaced(kernels) == {"rms_norm", "linear_rms_norm", "gelu_mul", "gated"}
     assert set_error(kernels, texts(9, 0, 21)) <= TOLERANCE
 
 
 ATTENTION = {"attention", "plan"}
+LINEAR = {"linear", *FUSED}
 # A fault in each file, none of which leaves its buffers, and the functions that it makes wrong.
 PLANTS: dict[str, tuple[str, str, set[str]]] = {
-    "linear": ("w_shape[0], x_shape[1], x", "w_shape[0], x_shape[1] - 4, x", {"linear"}),
-    "linear_2": ("tile - second", "tile", {"linear"}),
-    "linear_3": ("columns, x_shape[1], x", "columns, x_shape[1] - 4, x", {"linear"}),
+    "linear": ("x_shape[1], w, y", "x_shape[1] - 4, w, y", LINEAR),
+    "linear_3": ("x_shape[1], w, y", "x_shape[1] - 4, w, y", LINEAR),
+    "linear_short": ("x_shape[1]}", "x_shape[1] - 4}", LINEAR),
+    "linear_short_3": ("x_shape[1]}", "x_shape[1] - 4}", LINEAR),
+    "gated": ("gelu_tanh(g) * u", "gelu_tanh(u) * g", {"gated"}),
+    "gated_short": ("gelu_tanh(g) * u", "gelu_tanh(u) * g", {"gated"}),
+    "linear_gelu_mul": ("gelu_tanh(pair)", "pair", {"linear_gelu_mul"}),
+    "linear_gelu_mul_short": (" * p[at]", "", {"linear_gelu_mul"}),
+    "linear_rms_norm": ("float(columns), eps", "float(columns), 0.0f", {"linear_rms_norm"}),
+    "linear_add_norm": ("float(post[0])", "1.0f", {"linear_add_norm"}),
+    "linear_add_norm_next": ("next_w, next_inverse", "norm_w, next_inverse", {"linear_add_norm"}),
     "matmul": ("v_shape[1], p_shape[1], p", "v_shape[1], p_shape[1] - 4, p", {"matmul"}),
-    "rms_norm": ("inverse_rms<D>(row, eps)", "inverse_rms<D>(row, 0.0f)", {"rms_norm"}),
-    "add_norm": ("float(post[0])", "1.0f", {"add_norm"}),
-    "add_norm_next": ("next_w, lane", "w, lane", {"add_norm"}),
-    "gelu_mul": ("0.044715f", "0.05f", {"gelu_mul"}),
+    "rms_norm": ("inverse_rms<D>(row, eps)", "inverse_rms<D>(row, 0.0f)", {"rms_norm", "linear_rms_norm"}),
+    "add_norm": ("float(post[0])", "1.0f", {"add_norm", "linear_add_norm"}),
+    "add_norm_next": ("next_w, lane", "w, lane", {"add_norm", "linear_add_norm"}),
+    "gelu_mul": ("gelu_tanh(load4(g + at)) * load4(u", "gelu_tanh(load4(u + at)) * load4(g", {"gelu_mul", "gated"}),
     "qkv_prep": ("k_w, cos", "q_w, cos", {"qkv_prep", "rope"}),
     "attention_bounds": ("+ window + 1) : row", "+ window) : row", ATTENTION),
     "flash": ("stop_key = bounds[2 * last + 1]", "stop_key = bounds[2 * last + 1] - 8", ATTENTION),
     "flash_staged": ("self[r].lo - key", "self[r].lo", ATTENTION),
+    "flash_split": ("stop_key = bounds[2 * last + 1]", "stop_key = bounds[2 * last + 1] - 8", ATTENTION),
     "attention_scores": ("hi - lo, depth, q", "hi - lo, depth - 4, q", ATTENTION),
     "softmax": ("* scale : 0.0f", ": 0.0f", ATTENTION),
     "attention_values": ("columns, hi - lo, span", "columns, hi - lo - 4, span", ATTENTION),
     "pool": ("float(max(tokens, 1u))", "8.0f", {"pool"}),
     # A GPU that holds fragments otherwise: no product of it is to be trusted.
-    "fragment_probe": ("float(first)", "float(lane)", {"linear", "matmul", *ATTENTION}),
+    "fragment_probe": ("float(first)", "float(lane)", {*LINEAR, "matmul", *ATTENTION}),
 }
 
 

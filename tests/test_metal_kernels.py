@@ -11,7 +11,7 @@ from executors import TOLERANCE, Array, Executor, error, executors, over
 from test_kernels import EPS, Floats, gate_error, gelu, normal, rms, weight
 
 from egemma_mlx.kernels.gelu import metal_gelu_mul
-from egemma_mlx.kernels.linear import metal_linear, metal_matmul
+from egemma_mlx.kernels.linear import SHORT, metal_linear, metal_matmul
 from egemma_mlx.kernels.norm import metal_add_norm, metal_rms_norm
 from egemma_mlx.kernels.probe import fragment_probe, metal_fragment_probe
 from egemma_mlx.kernels.qkv import metal_qkv_prep, metal_rope, rope_table
@@ -27,7 +27,8 @@ def stored(array: Array, dtype: str) -> tuple[mx.array, Floats]:
 
 # --- products --------------------------------------------------------------------------------------------------------
 
-# Rows, depth and columns: on, below and above 8 × 8 fragments, 32 × 32 simdgroups, 64 × 64 tiles and 32-deep slices.
+# Rows, depth and columns: on, below and above 8 × 8 fragments, tiles of 16, 32 and 64 rows and of 16, 64 and 256
+# columns, slices of 32 and the 256 that eight simdgroups take at once.
 PRODUCTS = (
     (1, 4, 4),
     (1, 12, 68),
@@ -38,48 +39,72 @@ PRODUCTS = (
     (7, 28, 12),
     (8, 32, 64),
     (9, 36, 60),
+    (15, 252, 16),
     (16, 96, 192),
+    (17, 260, 20),
+    (24, 256, 252),
     (31, 60, 4),
     (32, 64, 32),
     (33, 68, 68),
+    (40, 288, 256),
     (63, 132, 132),
     (64, 32, 128),
     (64, 64, 64),
     (65, 4, 64),
     (65, 100, 36),
     (70, 516, 28),
+    (96, 28, 260),
     (127, 12, 12),
     (128, 64, 132),
     (129, 36, 68),
     (193, 8, 4),
     (257, 20, 100),
 )
-LINEAR = {1: "linear", 2: "linear_2", 3: "linear_3"}
+FORMS = {"wide": False, "short": True}
+LINEAR = {("wide", 1): "linear", ("wide", 3): "linear_3", ("short", 1): "linear_short", ("short", 3): "linear_short_3"}
 
 
 @executors
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
 @over(list(LINEAR.values()), "rows, depth, columns", PRODUCTS)
 def test_linear_multiplies_by_each_transposed_weight(
-    executor: Executor, rows: int, depth: int, columns: int, dtype: str
+    executor: Executor, rows: int, depth: int, columns: int, form: str, dtype: str
 ) -> None:
     x = normal(0, rows, depth)
-    # Gate and up are alike, k and v narrower than q; a tile holds columns of one output alone.
-    for sizes in ((columns,), (columns, columns), (4, columns), (columns, 72, 4)):
+    # A tile holds columns of one output alone, wherever in the launch its weight stands.
+    for sizes in ((columns,), (columns, 72, 4), (4, 20, columns)):
         kept, exact = zip(*(stored(normal(i + 1, n, depth), dtype) for i, n in enumerate(sizes)), strict=True)
-        got = executor.run(metal_linear, mx.array(x), *kept, launches=[LINEAR[len(sizes)]])
+        launches = [LINEAR[form, len(sizes)]]
+        got = executor.run(metal_linear, mx.array(x), *kept, short=FORMS[form], launches=launches)
         for y, w in zip(got, exact, strict=True):
             assert error(y, x.astype(np.float64) @ w.T) <= TOLERANCE, sizes
 
 
 @executors
-def test_linear_takes_any_number_of_weights_and_mixed_dtypes(executor: Executor) -> None:
+@pytest.mark.parametrize(("rows", "form"), [(1, "short"), (SHORT - 1, "short"), (SHORT, "wide"), (SHORT + 1, "wide")])
+def test_linear_takes_the_form_for_as_many_rows(executor: Executor, rows: int, form: str) -> None:
+    x, w = normal(0, rows, 8), normal(1, 12, 8)
+    for count in (1, 3):
+        got = executor.run(metal_linear, mx.array(x), *[mx.array(w)] * count, launches=[LINEAR[form, count]])
+        assert all(error(y, x.astype(np.float64) @ w.astype(np.float64).T) <= TOLERANCE for y in got)
+
+
+@executors
+@pytest.mark.parametrize("form", FORMS)
+def test_linear_takes_any_number_of_weights_and_mixed_dtypes(executor: Executor, form: str) -> None:
     x, w = normal(0, 9, 36), [normal(i, 4 * i, 36) for i in (1, 2, 3, 4)]
     plain = [mx.array(a) for a in w]
     narrow, exact = stored(w[0], "bfloat16")
-    cases: list[tuple[list[mx.array], list[Array]]] = [(plain, w), ([narrow, plain[1]], [exact, w[1]])]
+    cases: list[tuple[list[mx.array], list[Array]]] = [
+        (plain, w),
+        (plain[:2], w[:2]),
+        ([narrow, plain[1]], [exact, w[1]]),
+        ([plain[2], narrow, plain[1]], [w[2], exact, w[1]]),
+    ]
     for weights, expected in cases:
-        got = executor.run(metal_linear, mx.array(x), *weights, launches=["linear"] * len(weights))
+        launches = [LINEAR[form, 1]] * len(weights)
+        got = executor.run(metal_linear, mx.array(x), *weights, short=FORMS[form], launches=launches)
         for y, a in zip(got, expected, strict=True):
             assert error(y, x.astype(np.float64) @ a.astype(np.float64).T) <= TOLERANCE
 
@@ -97,7 +122,9 @@ def test_products_of_views_are_products_of_what_they_show(executor: Executor) ->
     x, w = normal(0, 36, 66), normal(1, 36, 20)
     views = mx.array(x).T[1::2], mx.array(w).T
     expected = x.astype(np.float64).T[1::2] @ w.astype(np.float64)
-    assert error(executor.run(metal_linear, *views, launches=["linear"])[0], expected) <= TOLERANCE
+    for form, short in FORMS.items():
+        (y,) = executor.run(metal_linear, *views, short=short, launches=[LINEAR[form, 1]])
+        assert error(y, expected) <= TOLERANCE
     assert error(executor.run(metal_matmul, views[0], views[1].T, launches=["matmul"])[0], expected) <= TOLERANCE
 
 
@@ -129,6 +156,14 @@ def test_rms_norm_is_x_over_its_root_mean_square(
     w, exact = (None, np.ones(width)) if dtype is None else stored(weight(1, width), dtype)
     (y,) = executor.run(metal_rms_norm, mx.array(x), w, eps=EPS, pre=pre, launches=["rms_norm"])
     assert error(y, rms(pre * x.astype(np.float64)) * exact) <= TOLERANCE
+
+
+@executors
+@pytest.mark.parametrize("rows", [1, 7, 33])
+def test_rms_norm_lays_groups_one_after_another(executor: Executor, rows: int) -> None:
+    x, w = rising(0, rows, 3 * 68), weight(1, 68)
+    (y,) = executor.run(metal_rms_norm, mx.array(x), mx.array(w), eps=EPS, groups=3, launches=["rms_norm"])
+    assert error(y, rms(x.reshape(rows, 3, 68)).transpose(1, 0, 2) * w) <= TOLERANCE
 
 
 @executors

@@ -20,7 +20,7 @@ from egemma_mlx import load, simulator
 from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.kernels import OPS, metal_kernels
-from egemma_mlx.kernels.library import Library
+from egemma_mlx.kernels.library import Library, source_folder
 from egemma_mlx.loading import load_model
 from egemma_mlx.models.encoder import EmbeddingGemma2, normalize
 from egemma_mlx.packing import pack
@@ -29,8 +29,13 @@ from egemma_mlx.random_checkpoint import write_checkpoint
 UNIT = 2e-6
 # Texts per packed batch, each with its token counts: windows of 8 lie inside most of them.
 BATCHES = {1: [41], 2: [30, 7], 7: [1, 2, 40, 3, 9, 0, 8], 40: [1 + 7 * i % 31 for i in range(40)]}
-# Head widths 16 and 32 take flash attention, 136 and 272 the products around a softmax; 3 layers are one of each kind.
-SHAPES: dict[str, dict[str, Any]] = {"flash": {}, "products": {"head_dim": 136, "num_hidden_layers": 3}}
+# Head widths 16 and 32 take flash attention, 136 and 272 the products around a softmax, 256 and 512 the flash attention
+# that splits heads; 3 layers are one of each kind.
+SHAPES: dict[str, dict[str, Any]] = {
+    "flash": {},
+    "products": {"head_dim": 136, "num_hidden_layers": 3},
+    "split": {"head_dim": 256, "num_hidden_layers": 3},
+}
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -75,53 +80,64 @@ def test_masks_with_holes_and_left_padding_are_the_same(executor: Executor, chec
     assert mx.abs(got.last_hidden_state - expected.last_hidden_state).max().item() <= 5e-5
 
 
-def launches_of(config: Config) -> list[str]:
-    """The kernels of a forward in MLX's order: depth first from the output."""
+def attention_of(head_dim: int) -> list[str]:
+    if head_dim <= 128:
+        return ["flash"]
+    return ["flash_split"] if head_dim in (256, 512) else ["attention_scores", "softmax", "attention_values"]
+
+
+def launches_of(config: Config, rows: int) -> list[str]:
+    """The kernels of a forward in MLX's order: depth first from the output. From 256 rows on 9 a layer, below it 11 and
+    per-layer embeddings for all layers at once."""
     names = ["rms_norm"]
     met: set[int | None] = set()
+    short = "_short" if rows < 256 else ""
+
+    def ending(last: str) -> list[str]:
+        return [f"linear{short}", last] if short else [f"linear_{last}"]
+
     for index, layer in enumerate(config.text.layers):
-        attention = ["flash"] if layer.head_dim <= 128 else ["attention_scores", "softmax", "attention_values"]
+        attention = attention_of(layer.head_dim)
         bounds = [] if layer.window in met else ["attention_bounds"]
         met.add(layer.window)
         last = index + 1 == len(config.text.layers)
         names += [
-            *("linear_3", "qkv_prep", *bounds, *attention, "linear", "add_norm_next"),
-            *("linear_2", "gelu_mul", "linear", "add_norm"),
-            *("linear", "linear", "rms_norm", "gelu_mul", "linear", "add_norm" if last else "add_norm_next"),
+            *("linear_short_3" if short else "linear_3", "qkv_prep", *bounds, *attention, *ending("add_norm_next")),
+            *(f"gated{short}", *ending("add_norm")),
+            *([] if short and index else ["linear_short", "rms_norm"] if short else ["linear_rms_norm"]),
+            *(f"linear_gelu_mul{short}", *ending("add_norm" if last else "add_norm_next")),
         ]
-    return [*names, "pool", "linear"]
+    return [*names, "pool", "linear_short"]  # as many slots as an eighth of the rows
 
 
 def name_of(call: simulator.KernelCall) -> str:
     return max((name for name in KERNELS if call.name.startswith(f"custom_kernel_egemma_{name}_")), key=len)
 
 
-KERNELS = (
-    *("add_norm", "add_norm_next", "attention_bounds", "attention_scores", "attention_values", "flash"),
-    *("flash_staged", "gelu_mul", "linear", "linear_2", "linear_3", "pool", "qkv_prep", "rms_norm", "softmax"),
-)
+KERNELS = [file.stem for file in source_folder().glob("*.metal")]
 
 
-def test_the_compiled_forward_launches_each_layers_kernels_in_order(checkpoint: Path) -> None:
+@pytest.mark.parametrize("tokens", [55, 250])
+def test_the_compiled_forward_launches_each_layers_kernels_in_order(checkpoint: Path, tokens: int) -> None:
     traced = model(checkpoint, metal_kernels(Library(mx.fast.metal_kernel), "metal"), compiled=True)
     config = traced.config.text
-    table = mx.array([[0, 40], [40, 15]])
-    calls = simulator.calls(lambda ids: traced(ids, segments=table).text_embeds, mx.zeros((55,), mx.int32))
-    assert [name_of(call) for call in calls] == launches_of(traced.config)
-    rows, layer = 64, config.layers[0]  # 55 tokens are in the bucket of 64 rows and 8 slots
+    table = mx.array([[0, 40], [40, tokens - 40]])
+    calls = simulator.calls(lambda ids: traced(ids, segments=table).text_embeds, mx.zeros((tokens,), mx.int32))
+    rows, layer = {55: 64, 250: 256}[tokens], config.layers[0]  # buckets; slots are an eighth of the rows
+    launched = [name_of(call).removesuffix("_staged") for call in calls]
+    assert launched == launches_of(traced.config, rows)
     outputs = {name_of(call): [spec.shape for spec in call.outputs] for call in reversed(calls)}  # the first of a name
-    assert outputs["linear_3"] == [(rows, n * layer.head_dim) for n in (layer.heads, layer.kv_heads, layer.kv_heads)]
+    heads = [(rows, n * layer.head_dim) for n in (layer.heads, layer.kv_heads, layer.kv_heads)]
+    assert outputs["linear_short_3" if rows < 256 else "linear_3"] == heads
     assert outputs["qkv_prep"] == [(rows, n, layer.head_dim) for n in (layer.heads, layer.kv_heads, layer.kv_heads)]
     assert outputs["attention_bounds"] == [(rows, 2)]
-    assert outputs["linear_2"] == [(rows, config.intermediate_size)] * 2
-    assert outputs["add_norm_next"] == [(rows, config.hidden_size)] * 2
-    assert outputs["add_norm"] == [(rows, config.hidden_size)]
-    assert outputs["pool"] == [(8, config.hidden_size)]
-    if layer.head_dim <= 128:
-        assert outputs["flash"] == [(rows, layer.heads * layer.head_dim)]
-    else:
-        assert outputs["attention_scores"] == outputs["softmax"] == [(1, layer.heads, 64, rows)]
-        assert outputs["attention_values"] == [(rows, layer.heads * layer.head_dim)]
+    assert outputs["gated_short" if rows < 256 else "gated"] == [(rows, config.intermediate_size)]
+    assert outputs["add_norm_next" if rows < 256 else "linear_add_norm_next"] == [(rows, config.hidden_size)] * 2
+    assert outputs["add_norm" if rows < 256 else "linear_add_norm"] == [(rows, config.hidden_size)]
+    assert outputs["pool"] == [(rows // 8, config.hidden_size)]
+    *_, attention = attention_of(layer.head_dim)
+    assert outputs[attention] == [(rows, layer.heads * layer.head_dim)]
+    assert outputs.get("attention_scores") == outputs.get("softmax")
 
 
 @simulated

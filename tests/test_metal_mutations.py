@@ -19,13 +19,13 @@ import pytest
 from test_kernels import EPS, normal, texts, weight
 
 from egemma_mlx import simulator
-from egemma_mlx.kernels import attention_metal, gelu, linear, norm, pool, probe, qkv
+from egemma_mlx.kernels import attention_metal, fused, gelu, linear, norm, pool, probe, qkv
 from egemma_mlx.kernels.library import Kernel, Library, Source, source_folder
 from egemma_mlx.simulator.errors import CompileError, DataRace, OutOfBounds, SimulatorError, UninitialisedRead
 
 pytestmark = pytest.mark.skipif(simulator.available() is not None, reason=f"simulator: {simulator.available()}")
 
-MODULES = (attention_metal, gelu, linear, norm, pool, probe, qkv)
+MODULES = (attention_metal, fused, gelu, linear, norm, pool, probe, qkv)
 FOLDER = source_folder()
 FILES = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.iterdir())}
 
@@ -63,6 +63,9 @@ def qkv_prep(library: Any) -> Any:
 
 
 X, W, ROW = array(0, 70, 68), mx.array(weight(1, 132)), array(2, 9, 132)
+# Three slices and three simdgroups of columns; few rows, and a slice for each of eight simdgroups and one more.
+WEIGHTS, UP, RESIDUAL = array(3, 132, 68), array(4, 132, 68), array(5, 70, 132)
+FEW, NARROW, FEW_P = array(6, 20, 260), array(7, 36, 260), array(8, 20, 36)
 products = attention(attention_metal.product_attention, 72)
 
 CASES: dict[str, Callable[[Any], Any]] = {
@@ -72,12 +75,25 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "attention_scores": products,
     "attention_values": products,
     "flash": attention(attention_metal.flash_attention, 16, staged=False),
+    "flash_split": attention(attention_metal.split_attention, 256, fragments=2),
     "flash_staged": attention(attention_metal.flash_attention, 16, staged=True),
     "fragment_probe": probe.metal_fragment_probe,
     "gelu_mul": lambda library: gelu.metal_gelu_mul(library, ROW, 2 * ROW),
-    "linear": lambda library: linear.metal_linear(library, X, array(3, 36, 68)),
-    "linear_2": lambda library: linear.metal_linear(library, X, array(3, 36, 68), array(4, 36, 68)),
-    "linear_3": lambda library: linear.metal_linear(library, X, *(array(n, n, 68) for n in (36, 4, 8))),
+    "gated": lambda library: fused.metal_gated(library, X, WEIGHTS, UP, short=False),
+    "gated_short": lambda library: fused.metal_gated(library, FEW, NARROW, NARROW[::-1], short=True),
+    "linear": lambda library: linear.metal_linear(library, X, WEIGHTS, short=False),
+    "linear_3": lambda library: linear.metal_linear(library, X, *(WEIGHTS[:n] for n in (36, 4, 8)), short=False),
+    "linear_add_norm": lambda library: fused.metal_linear_add_norm(
+        library, X, WEIGHTS, RESIDUAL, W, eps=EPS, short=False
+    ),
+    "linear_add_norm_next": lambda library: fused.metal_linear_add_norm(
+        library, X, WEIGHTS, RESIDUAL, W, eps=EPS, next_w=W, short=False
+    ),
+    "linear_gelu_mul": lambda library: fused.metal_linear_gelu_mul(library, X, WEIGHTS, RESIDUAL, short=False),
+    "linear_gelu_mul_short": lambda library: fused.metal_linear_gelu_mul(library, FEW, NARROW, FEW_P, short=True),
+    "linear_rms_norm": lambda library: fused.metal_linear_rms_norm(library, X, WEIGHTS, W, eps=EPS, short=False),
+    "linear_short": lambda library: linear.metal_linear(library, FEW, NARROW, short=True),
+    "linear_short_3": lambda library: linear.metal_linear(library, FEW, *(NARROW[:n] for n in (36, 4, 8)), short=True),
     "matmul": lambda library: linear.metal_matmul(library, X, array(3, 68, 36)),
     "pool": lambda library: pool.metal_pool(library, ROW, W, texts(4, 0, 5), eps=EPS),
     "qkv_prep": qkv_prep,
@@ -210,14 +226,14 @@ class Change(NamedTuple):
 
 
 CHANGES = {
-    "a product reads rows past the last": Change(
-        "gemm.h", "return row < rows && column < columns ?", "return column < columns ?", "linear", OutOfBounds
+    "a table is read past its rows": Change(
+        "load.h", "return row < rows && column < columns ?", "return column < columns ?", "linear", OutOfBounds
     ),
-    "a product reads past the depth": Change(
-        "gemm.h", "return row < rows && column < columns ?", "return row < rows ?", "matmul", OutOfBounds
+    "a table is read past its columns": Change(
+        "load.h", "return row < rows && column < columns ?", "return row < rows ?", "matmul", OutOfBounds
     ),
     "a product stores rows past the last": Change(
-        "gemm.h", "row + 8 * i < shape.rows && column", "column", "linear", OutOfBounds
+        "gemm.h", "row + 8 * i < shape.rows && column", "column", "matmul", OutOfBounds
     ),
     "a product stores into the next row": Change(
         "gemm.h", " && column + 8 * j < shape.columns) {", ") {", "matmul", DataRace
@@ -225,6 +241,98 @@ CHANGES = {
     "a product leaves out a slice": Change(
         "gemm.h", "gemm_read<NN>(x, w, 0,", "gemm_read<NN>(x, w, 32,", "matmul", WRONG
     ),
+    "both elements of a fragment are a lane's first": Change(
+        "columns.h", "[1] = fours.second[j]", "[1] = fours.first[j]", "linear_short", WRONG
+    ),
+    "a lane reads one column of weights twice": Change(
+        "columns.h", "band.w, column + 1, at", "band.w, column, at", "linear", WRONG
+    ),
+    "inputs lie in another order than weights": Change(
+        "columns.h", "+ 8 * j + quarter]", "+ 4 * quarter + j]", "gated", WRONG
+    ),
+    "a lane reads one four of inputs twice": Change(
+        "columns.h", "in.x, r, at + 4,", "in.x, r, at,", "gated_short", WRONG
+    ),
+    "a band adds to the other's sums": Change(
+        "columns.h", "a[i], b, tile.sum[i][first + n]);", "a[i], b, tile.sum[i][n]);", "gated", WRONG
+    ),
+    "a slice is filled while it is read": Change(
+        "shared.h", "(k / slice_depth + 1) % 2", "k / slice_depth % 2", "linear_3", DataRace
+    ),
+    "the next slice is this one again": Change(
+        "shared.h", "ROWS, k + slice_depth, self.index", "ROWS, k, self.index", "linear_rms_norm", WRONG
+    ),
+    "simdgroups work on the rows of the first": Change(
+        "shared.h", "(self.row - self.first_row) * slice_stride", "0", "linear_gelu_mul", WRONG
+    ),
+    "fewer threads than are told fill a slice": Change(
+        "linear_add_norm.metal", "int(32 * groups)", "256", "linear_add_norm", UninitialisedRead
+    ),
+    "linear stores rows past the last": Change(
+        "linear.h", "row < rows && c < columns", "c < columns", "linear", OutOfBounds
+    ),
+    "linear stores into the next row": Change(
+        "linear.h", "row < rows && c < columns", "row < rows", "linear_3", DataRace
+    ),
+    "a tile is that of another weight": Change("linear_3.metal", "tile - third)", "tile - second)", "linear_3", WRONG),
+    "a gate stores into the next row": Change("gated.metal", "r < rows && c < columns", "r < rows", "gated", DataRace),
+    "up is gate": Change("gated.metal", "Band<decltype(gate)>{up,", "Band<decltype(gate)>{gate,", "gated", WRONG),
+    "a gate reads p past its rows": Change(
+        "linear_gelu_mul.metal", "r < rows && c < columns", "c < columns", "linear_gelu_mul", OutOfBounds
+    ),
+    "a norm leaves out the lanes beside": Change("whole.h", "square = row_sum(square);", "", "linear_rms_norm", WRONG),
+    "simdgroups of a norm store in one place": Change(
+        "whole.h", "sums[whole_rows * group + 8 * i", "sums[8 * i", "linear_add_norm", DataRace
+    ),
+    "a norm adds up what no simdgroup stored": Change(
+        "whole.h", "g < groups;", "g < most_groups;", "linear_rms_norm", UninitialisedRead
+    ),
+    "two norms share their sums": Change(
+        "linear_add_norm_next.metal", "tile, next_sums,", "tile, sums,", "linear_add_norm_next", DataRace
+    ),
+    "a residual is read past its rows": Change(
+        "whole.h",
+        "if (r < rows && c < columns) {\n        const ulong at",
+        "if (c < columns) {\n        const ulong at",
+        "linear_add_norm",
+        OutOfBounds,
+    ),
+    "a residual is stored past its rows": Change(
+        "whole.h",
+        "if (r < rows && c < columns) {\n        store_pair(y + ulong(r) * columns + c, pair);",
+        "if (c < columns) {\n        store_pair(y + ulong(r) * columns + c, pair);",
+        "linear_add_norm_next",
+        OutOfBounds,
+    ),
+    "a normed row is stored into the next": Change(
+        "whole.h",
+        "if (r < rows && c < columns) {\n        store_pair(y + ulong(r) * columns + c, pair * ",
+        "if (r < rows) {\n        store_pair(y + ulong(r) * columns + c, pair * ",
+        "linear_rms_norm",
+        OutOfBounds,
+    ),
+    "a simdgroup takes the slices of others": Change(
+        "short.h", "k += slice_depth * short_groups", "k += slice_depth", "linear_short", WRONG
+    ),
+    "simdgroups store their parts in one place": Change(
+        "short.h", "(8 * R * group + 8 * i)", "(8 * i)", "linear_short_3", DataRace
+    ),
+    "the parts of one simdgroup are left out": Change(
+        "short.h", "g < short_groups;", "g < short_groups - 1;", "linear_gelu_mul_short", WRONG
+    ),
+    "few rows are stored past the last": Change(
+        "linear_short.metal", "row + r < rows && column", "column", "linear_short", OutOfBounds
+    ),
+    "few rows are stored into the next": Change(
+        "gated_short.metal", " && column + c < columns) {", ") {", "gated_short", DataRace
+    ),
+    "the parts of few rows have too little room": Change(
+        "linear_short_3.metal", "sums[short_groups * 8 * R *", "sums[short_groups * 8 *", "linear_short_3", OutOfBounds
+    ),
+    "half a tile of few rows is stored": Change(
+        "linear_gelu_mul_short.metal", "i += 256", "i += 512", "linear_gelu_mul_short", WRONG
+    ),
+    "a gate has another cubic": Change("gelu.h", "0.044715f * g", "0.05f * g", "gated_short", WRONG),
     "flash reads queries past the last": Change(
         "flash.h",
         "min(8 * r + int(fragment_row(lane)), rows - 1)",
@@ -253,6 +361,38 @@ CHANGES = {
     ),
     "flash has a tile too small": Change(
         "flash_staged.metal", "v_tile[BLOCK * wide]", "v_tile[BLOCK * D]", "flash_staged", OutOfBounds
+    ),
+    "wide flash reads queries past the last": Change(
+        "flash_split.metal", "min(first + own / group, rows - 1)", "(first + own / group)", "flash_split", OutOfBounds
+    ),
+    "wide flash reads keys past the last": Change(
+        "flash_split.h", "ulong(min(key + 1, rows - 1))", "ulong(key + 1)", "flash_split", OutOfBounds
+    ),
+    "wide flash reads values past the last": Change(
+        "flash_split.h",
+        "min(first + int(fragment_row(lane)), rows - 1)",
+        "(first + int(fragment_row(lane)))",
+        "flash_split",
+        OutOfBounds,
+    ),
+    "wide flash stores rows past the last": Change(
+        "flash_split.metal", " && first + own / group < rows) {", ") {", "flash_split", DataRace
+    ),
+    "wide flash leaves out a part of the scores": Change(
+        "flash_split.metal",
+        "i = 0; i < split_simdgroups",
+        "i = 1; i < split_simdgroups",
+        "flash_split",
+        WRONG,
+    ),
+    "wide flash forgets that its greatest score grew": Change(
+        "flash_split.h", "row.sum * shrink + ", "row.sum + ", "flash_split", WRONG
+    ),
+    "wide flash keeps what it summed under another greatest score": Change(
+        "flash_split.metal", "if (simd_any(factor != 1.0f)) {", "if (false) {", "flash_split", WRONG
+    ),
+    "all lanes of a row of wide flash store how it shrinks": Change(
+        "flash_split.metal", "if (key_offset == 0) {\n    shrinks", "{\n    shrinks", "flash_split", DataRace
     ),
     "flash attends beyond a segment": Change("attention.h", "key >= lo && key < hi && ", "", "flash_staged", WRONG),
     "softmax works on rows past the last": Change(

@@ -10,10 +10,18 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from executors import TOLERANCE, Array, Executor, error, executors, over
+from executors import SIMULATOR, TOLERANCE, Array, Executor, error, executors, over, simulated
 from test_kernels import EPS, Floats, left_padded, masked, normal, rms, table, texts, traced, weight
 
-from egemma_mlx.kernels.attention_metal import flash_attention, metal_attention, metal_plan, product_attention
+from egemma_mlx import simulator
+from egemma_mlx.kernels.attention_metal import (
+    flash_attention,
+    metal_attention,
+    metal_plan,
+    product_attention,
+    split_attention,
+    split_fragments,
+)
 from egemma_mlx.kernels.library import Library
 from egemma_mlx.kernels.pool import metal_pool
 from egemma_mlx.packing import Packed
@@ -43,7 +51,7 @@ WINDOWS = (None, 0, 3, 40, 1000)
 
 
 class Heads(NamedTuple):
-    """Groups of 1, 2 and 4 query heads."""
+    """Groups of 1, 2 and 4 query heads, and of 3 and 8 where a threadgroup holds a group."""
 
     heads: int
     kv_heads: int
@@ -51,6 +59,10 @@ class Heads(NamedTuple):
 
 
 FLASH = (Heads(1, 1, 8), Heads(2, 1, 16), Heads(4, 2, 64), Heads(4, 1, 72), Heads(2, 2, 128))
+SPLIT = (
+    *(Heads(4, 2, 256), Heads(4, 1, 512), Heads(1, 1, 256), Heads(3, 1, 256), Heads(8, 1, 256)),
+    *(Heads(2, 2, 768), Heads(1, 1, 1024)),
+)
 WIDE = (Heads(1, 1, 8), Heads(4, 1, 136), Heads(2, 1, 256), Heads(4, 2, 24), Heads(1, 1, 512))
 
 
@@ -180,6 +192,64 @@ def test_staged_flash_is_softmax_inside_segment_and_window(
     assert agrees(got, expected, packed)
 
 
+# --- flash attention of wide heads -----------------------------------------------------------------------------------
+
+# In turn with the most rows a threadgroup, and with fewer.
+SPLIT_TURNS = [
+    (*turn, choices[i % len(choices)])
+    for i, turn in enumerate(turns(SPLIT))
+    for choices in [split_fragments(turn[2].head_dim)]
+]
+
+
+@executors
+@over(["flash_split"], "batch, window, shape, fragments", SPLIT_TURNS)
+def test_split_flash_is_softmax_inside_segment_and_window(
+    executor: Executor, batch: str, window: int | None, shape: Heads, fragments: int
+) -> None:
+    packed, arrays, expected = problem(batch, window, shape)
+    launches = ["attention_bounds", "flash_split"]
+    (got,) = executor.run(planned, split_attention, arrays, packed, window, fragments=fragments, launches=launches)
+    assert agrees(got, expected, packed)
+
+
+def split_products(rows: int, window: int | None, heads: Heads, fragments: int) -> int:
+    """The 8×8×8 products of one text: blocks of 8·fragments // group rows, all keys that one of them meets in eights.
+
+    A key costs each of a block's 8·fragments query rows head_dim multiply-accumulates for its score and as many for
+    its value.
+    """
+    radius = rows if window is None else window
+    size = 8 * fragments // (heads.heads // heads.kv_heads)
+    keys = 0
+    for first in range(0, rows, size):
+        last = min(first + size, rows) - 1
+        keys += -(-(min(last + radius + 1, rows) - max(first - radius, 0)) // 8)
+    return heads.kv_heads * keys * 2 * fragments * heads.head_dim // 8
+
+
+def exact_products(rows: int, window: int, heads: Heads) -> float:
+    """The same if every row met its own keys alone, in parts of a product."""
+    row = np.arange(rows)
+    keys = np.minimum(row + window + 1, rows) - np.maximum(row - window, 0)
+    return float(keys.sum()) * heads.heads * 2 * heads.head_dim / 512
+
+
+@simulated
+@pytest.mark.parametrize("fragments", split_fragments(256))
+@pytest.mark.parametrize(("rows", "window"), [(260, None), (301, 40)])
+def test_split_flash_multiplies_what_the_band_touches(rows: int, window: int | None, fragments: int) -> None:
+    sliding, packed = Heads(4, 2, 256), texts(rows)
+    q, k, v = (mx.array(normal(i, rows, n, 256)) for i, n in enumerate((4, 2, 2)))
+    with simulator.session() as log:
+        planned(SIMULATOR.library, split_attention, [q, k, v], packed, window, fragments=fragments)
+    (_, counters) = log.calls[-1]
+    assert counters.multiply_accumulates == split_products(rows, window, sliding, fragments)
+    assert counters.fragment_floats <= 96
+    assert counters.threadgroup_memory <= 32768
+    assert split_products(8192, 512, sliding, fragments) <= 1.15 * exact_products(8192, 512, sliding)
+
+
 # --- attention by products -------------------------------------------------------------------------------------------
 
 ROUND = ["attention_scores", "softmax", "attention_values"]
@@ -222,7 +292,10 @@ FORMS: dict[str, tuple[Callable[..., mx.array], list[str]]] = {
     "direct": (partial(flash_attention, staged=False), ["flash"]),
     "staged": (partial(flash_attention, staged=True), ["flash_staged"]),
     "products": (product_attention, ROUND),
+    "split": (split_attention, ["flash_split"]),
 }
+# Which take the widths of the tests below, but for this one.
+DIMS = {"split": 256}
 
 
 @executors
@@ -231,10 +304,10 @@ FORMS: dict[str, tuple[Callable[..., mx.array], list[str]]] = {
 def test_scores_may_be_as_large_as_they_like(executor: Executor, form: str, sign: int) -> None:
     """Whole numbers of thousands, exact in float32; exp of one is ∞, or 0 for every key of a row."""
     packed, random = texts(40, 7), np.random.default_rng(0)
-    q, k = (random.integers(1, 16, (47, heads, 64)).astype(np.float32) for heads in (4, 2))
+    head_dim, (function, launches) = DIMS.get(form, 64), FORMS[form]
+    q, k = (random.integers(1, 16, (47, heads, head_dim)).astype(np.float32) for heads in (4, 2))
     k *= sign
-    v = normal(2, 47, 2, 64)
-    function, launches = FORMS[form]
+    v = normal(2, 47, 2, head_dim)
     (got,) = executor.run(
         planned, function, list(map(mx.array, (q, k, v))), packed, None, launches=["attention_bounds", *launches]
     )
@@ -245,8 +318,8 @@ def test_scores_may_be_as_large_as_they_like(executor: Executor, form: str, sign
 @pytest.mark.parametrize("form", FORMS)
 def test_views_of_heads_are_read_as_what_they_show(executor: Executor, form: str) -> None:
     packed = texts(20, 13)
-    q, k, v = (normal(i, heads, 33, 16) for i, heads in enumerate((2, 1, 1)))
-    function, launches = FORMS[form]
+    head_dim, (function, launches) = DIMS.get(form, 16), FORMS[form]
+    q, k, v = (normal(i, heads, 33, head_dim, scale=head_dim**-0.25) for i, heads in enumerate((2, 1, 1)))
     views = [mx.array(x).transpose(1, 0, 2) for x in (q, k, v)]
     (got,) = executor.run(planned, function, views, packed, 5, launches=["attention_bounds", *launches])
     q, k, v = (x.transpose(1, 0, 2) for x in (q, k, v))
@@ -256,8 +329,8 @@ def test_views_of_heads_are_read_as_what_they_show(executor: Executor, form: str
 @executors
 def test_a_row_beyond_everyones_window_attends_to_itself(executor: Executor) -> None:
     packed = table(9, [(0, 9)], [0, 10, 20, 30, 40, 50, 60, 70, 80])
-    q, k, v = (normal(i, 9, 2, 8) for i in range(3))
-    for function, launches in FORMS.values():
+    for form, (function, launches) in FORMS.items():
+        q, k, v = (normal(i, 9, 2, DIMS.get(form, 8)) for i in range(3))
         (got,) = executor.run(
             planned, function, list(map(mx.array, (q, k, v))), packed, 9, launches=["attention_bounds", *launches]
         )
@@ -274,6 +347,9 @@ def test_attention_takes_the_form_that_fits(executor: Executor) -> None:
         (128, None, 128, ["flash_staged"]),
         (20, None, 128, ["flash"]),
         (20, None, 136, ROUND),
+        (20, None, 256, ["flash_split"]),
+        (20, None, 384, ROUND),
+        (20, None, 512, ["flash_split"]),
     ):
         packed = texts(length)
         q, k, v = (normal(i, length, 1, head_dim, scale=head_dim**-0.25) for i in range(3))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from egemma_mlx.kernels import attention, attention_metal, gelu, linear, norm, pool, qkv
+from egemma_mlx.kernels import attention, attention_metal, fused, gelu, linear, norm, pool, qkv
 from egemma_mlx.kernels.library import Library
 
 
@@ -30,6 +30,12 @@ class Kernels:
     plan: Callable[..., Any]
     attention: Callable[..., Any]
     pool: Callable[..., Any]
+    gated: Callable[..., Any]
+    linear_gelu_mul: Callable[..., Any]
+    linear_rms_norm: Callable[..., Any]
+    linear_add_norm: Callable[..., Any]
+    grids: bool = False
+    """Traces depend on how long segments are (`packing.Grid`), which plain operations need for their sizes."""
 
 
 OPS = Kernels(
@@ -44,6 +50,8 @@ OPS = Kernels(
     plan=attention.plan,
     attention=attention.attention,
     pool=pool.pool,
+    **fused.composed(fused.Parts(linear.linear, gelu.gelu_mul, norm.rms_norm, norm.add_norm)),
+    grids=True,
 )
 
 
@@ -61,4 +69,8 @@ def metal_kernels(library: Library, name: str) -> Kernels:
         plan=partial(attention_metal.metal_plan, library),
         attention=partial(attention_metal.metal_attention, library),
         pool=partial(pool.metal_pool, library),
+        gated=partial(fused.metal_gated, library),
+        linear_gelu_mul=partial(fused.metal_linear_gelu_mul, library),
+        linear_rms_norm=partial(fused.metal_linear_rms_norm, library),
+        linear_add_norm=partial(fused.metal_linear_add_norm, library),
     )

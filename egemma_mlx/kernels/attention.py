@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from egemma_mlx.kernels import check
 from egemma_mlx.kernels.approx import fused, on_cpu, softmax_exp
-from egemma_mlx.packing import Packed, membership
+from egemma_mlx.packing import Grid, Packed, membership
 
 # Query rows scored at once: a smaller block reads less beyond its window, a larger one makes fewer, larger products.
 _BLOCK = 256
@@ -65,7 +65,25 @@ class Blocks(NamedTuple):
     allowed: mx.array
 
 
-Plan = Runs | Blocks
+class Gridded(NamedTuple):
+    """All segments side by side, padded to one length, for segments that only the device knows.
+
+    Attributes:
+        rows: of the batch.
+        grid: how many segments, how long.
+        places: [count, length] packed rows; None where the batch is the grid.
+        back: [rows] where each packed row is in the grid; None likewise.
+        allowed: broadcasts over [count, length, length]; None allows all.
+    """
+
+    rows: int
+    grid: Grid
+    places: mx.array | None
+    back: mx.array | None
+    allowed: mx.array | None
+
+
+Plan = Runs | Blocks | Gridded
 
 
 def plan(packed: Packed, window: int | None) -> Plan:
@@ -75,7 +93,12 @@ def plan(packed: Packed, window: int | None) -> Plan:
         window: inclusive radius, or None for full attention.
     """
     check_tables(packed)
-    return _blocks(packed, window) if packed.lengths is None else Runs(packed.rows, _runs(packed, window))
+    if packed.lengths is not None:
+        return Runs(packed.rows, _runs(packed, window))
+    # Blocks score 2·window + block columns a row, a grid all of a segment.
+    if packed.grid is not None and (window is None or packed.grid.length <= 2 * window + _BLOCK):
+        return _gridded(packed, packed.grid, window)
+    return _blocks(packed, window)
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan) -> mx.array:
@@ -89,6 +112,8 @@ def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan) -> mx.array:
         [T, heads·head_dim] float32.
     """
     check_heads(q, k, v, plan.rows)
+    if isinstance(plan, Gridded):
+        return _over_grid(q, k, v, plan)
     rows, kv_heads, head_dim = k.shape
     q, k, v = (x.transpose(1, 0, 2).reshape(kv_heads, -1, rows, head_dim) for x in (q, k, v))
     return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan.runs)
@@ -157,6 +182,52 @@ def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run]) -> mx.arr
     if stop < q.shape[2]:
         outs.append(mx.zeros((q.shape[2] - stop, q.shape[0] * q.shape[1] * q.shape[3])))
     return outs[0] if len(outs) == 1 else mx.concatenate(outs)
+
+
+def _gridded(packed: Packed, grid: Grid, window: int | None) -> Gridded:
+    rows, (count, length, full) = packed.rows, grid
+    offset = mx.arange(length, dtype=mx.int32)
+    if full:
+        positions = packed.positions[: count * length].reshape(count, length)
+        return Gridded(rows, grid, None, None, _banded(positions, window))
+    start, lengths = packed.segments[:count, :1], packed.segments[:count, 1:]
+    index = mx.minimum(start + offset, rows - 1)
+    positions = mx.where(offset < lengths, packed.positions[index], -1)
+    allowed, band = (positions >= 0)[:, None, :], _banded(positions, window)
+    owner = mx.argmax(membership(rows, packed.segments[:count]), axis=1).astype(mx.int32)
+    place = mx.arange(rows, dtype=mx.int32) - start[:, 0][owner]
+    back = owner * length + mx.clip(place, 0, length - 1)
+    return Gridded(rows, grid, index, back, allowed if band is None else allowed & band)
+
+
+def _banded(positions: mx.array, window: int | None) -> mx.array | None:
+    """[count, length, length] within the window, for positions [count, length]; None where all are."""
+    if window is None or positions.shape[1] <= window + 1:
+        return None
+    return mx.abs(positions[:, :, None] - positions[:, None, :]) <= window
+
+
+def _over_grid(q: mx.array, k: mx.array, v: mx.array, plan: Gridded) -> mx.array:
+    """[T, heads, head_dim] → [T, heads·head_dim]."""
+    count, length, _ = plan.grid
+    kv_heads, head_dim = k.shape[1:]
+
+    def side_by_side(x: mx.array) -> mx.array:
+        """[count, kv_heads, heads of a group·length, head_dim]."""
+        rows = x[: count * length] if plan.places is None else x[plan.places.reshape(-1)]
+        grouped = rows.reshape(count, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+        return grouped.reshape(count, kv_heads, -1, head_dim)
+
+    q, k, v = map(side_by_side, (q, k, v))
+    scores = (q @ k.swapaxes(-1, -2)).reshape(count, kv_heads, -1, length, length)
+    if plan.allowed is not None:
+        scores = mx.where(plan.allowed[:, None, None], scores, _MASKED)
+    weights = mx.softmax(scores, axis=-1).reshape(count, kv_heads, -1, length)
+    out = (weights @ v).reshape(count, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(count * length, -1)
+    if plan.back is not None:
+        return out[plan.back]
+    return mx.pad(out, [(0, plan.rows - out.shape[0]), (0, 0)])
 
 
 def _blocks(packed: Packed, window: int | None) -> Blocks:

@@ -2,8 +2,10 @@
 
     flash       head_dim up to 128: softmax as keys go by, no score in memory. Direct (each simdgroup reads its own
                 keys) where rows meet few, staged (a threadgroup shares them) where they meet many.
-    products    wider heads: scores = q·kᵀ, their softmax, and its product with v, in blocks of 64 rows and in rounds
-                of bounded memory.
+    split       wide heads, of a multiple of 256: the same, the head split by columns over eight simdgroups, which share
+                the keys among all query heads of a group.
+    products    all other heads: scores = q·kᵀ, their softmax, and its product with v, in blocks of 64 rows and in
+                rounds of bounded memory.
 
 Blocks lie on the packed row, not on its segments, so the launch grid is a function of T alone; a block visits the keys
 from the first that its first row meets to the last that its last row does.
@@ -27,6 +29,9 @@ _FLASH = Source(
     "flash", ("q", "k", "v", *_TABLES), ("out",), ("fragment", "load", "attention", "flash", "flash_direct")
 )
 _FLASH_STAGED = Source("flash_staged", ("q", "k", "v", *_TABLES), ("out",), ("fragment", "load", "attention", "flash"))
+_FLASH_SPLIT = Source(
+    "flash_split", ("q", "k", "v", *_TABLES), ("out",), ("fragment", "load", "attention", "flash", "flash_split")
+)
 _SCORES = Source(
     "attention_scores",
     ("q", "k", "bounds", "first", "heads", "kv_heads", "span"),
@@ -45,6 +50,10 @@ _VALUES = Source(
 
 FLASH_HEAD_DIM = 128
 """The widest head whose queries and outputs fit the registers of one simdgroup."""
+_SPLIT_FLOATS = 1024
+"""Query rows of a fragment · head_dim / 8: as many queries and outputs are 64 floats a lane in eight simdgroups."""
+_SPLIT_THREADGROUPS = 32
+"""As many keep the cores of most GPUs (8 to 40) at work; from there on more rows in each save memory traffic."""
 _STAGED_KEYS = 128
 """From as many keys a row on, a threadgroup shares them."""
 _SCORE_BYTES = 1 << 26
@@ -86,10 +95,13 @@ def metal_plan(library: Library, packed: Packed, window: int | None) -> Bounds:
 def metal_attention(library: Library, q: mx.array, k: mx.array, v: mx.array, plan: Bounds) -> mx.array:
     """`attention` for head_dim a multiple of 8, in whichever form fits."""
     check_heads(q, k, v, plan.positions.shape[0])
-    check.multiple("attention", "head_dim", q.shape[2], 8)
-    if q.shape[2] > FLASH_HEAD_DIM:
-        return product_attention(library, q, k, v, plan)
-    return flash_attention(library, q, k, v, plan, staged=plan.keys >= _STAGED_KEYS)
+    _, heads, head_dim = q.shape
+    check.multiple("attention", "head_dim", head_dim, 8)
+    if head_dim <= FLASH_HEAD_DIM:
+        return flash_attention(library, q, k, v, plan, staged=plan.keys >= _STAGED_KEYS)
+    if splits(heads, k.shape[1], head_dim):
+        return split_attention(library, q, k, v, plan)
+    return product_attention(library, q, k, v, plan)
 
 
 def flash_attention(library: Library, q: mx.array, k: mx.array, v: mx.array, plan: Bounds, *, staged: bool) -> mx.array:
@@ -114,6 +126,40 @@ def flash_attention(library: Library, q: mx.array, k: mx.array, v: mx.array, pla
         R=fragments,
         BLOCK=block,
     )[0]
+
+
+def split_attention(
+    library: Library, q: mx.array, k: mx.array, v: mx.array, plan: Bounds, *, fragments: int | None = None
+) -> mx.array:
+    """Flash attention for the shapes that `splits` accepts.
+
+    Args:
+        fragments: one of `split_fragments`; default: the most that leave enough threadgroups.
+    """
+    rows, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    blocks = {n: -(-rows // (8 * n // (heads // kv_heads))) for n in split_fragments(head_dim)}
+    if fragments is None:
+        fragments = next((n for n in blocks if blocks[n] * kv_heads >= _SPLIT_THREADGROUPS), 1)
+    return launch(
+        library(_FLASH_SPLIT),
+        *(*_flat(q, k, v), plan.rows, plan.positions, plan.window, heads, kv_heads),
+        grid=(256, blocks[fragments], kv_heads),
+        threadgroup=(256, 1, 1),
+        outputs=[(rows, heads * head_dim)],
+        D=head_dim,
+        R=fragments,
+    )[0]
+
+
+def splits(heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Does `split_attention` serve this shape? A simdgroup reads 32 columns at once, 8 rows hold a group's heads."""
+    return head_dim % 256 == 0 and head_dim <= _SPLIT_FLOATS and heads // kv_heads <= 8
+
+
+def split_fragments(head_dim: int) -> tuple[int, ...]:
+    """The 8-row fragments of queries that a threadgroup of `split_attention` may hold, most first."""
+    return tuple(n for n in (4, 2, 1) if n * head_dim <= _SPLIT_FLOATS)
 
 
 def product_attention(

@@ -13,7 +13,7 @@ from egemma_mlx.kernels import check
 from egemma_mlx.kernels.approx import fused, on_cpu, tanh, tanh_clamp
 from egemma_mlx.kernels.library import Library, Source, launch
 
-_GELU_MUL = Source("gelu_mul", ("g", "u"), ("out",), ("load",))
+_GELU_MUL = Source("gelu_mul", ("g", "u"), ("out",), ("load", "gelu"))
 _Z1 = math.sqrt(2 / math.pi)
 _Z3 = 0.044715 * _Z1
 

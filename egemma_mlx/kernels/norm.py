@@ -16,7 +16,7 @@ from egemma_mlx.kernels import check
 from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.library import Library, Source, launch
 
-_RMS_NORM = Source("rms_norm", ("x", "w", "eps"), ("y",), ("load", "rows"))
+_RMS_NORM = Source("rms_norm", ("x", "w", "eps", "groups"), ("y",), ("load", "rows"))
 _ADD_NORM = Source("add_norm", ("h", "y", "w", "post", "eps"), ("h_out",), ("load", "rows", "residual"))
 _ADD_NORM_NEXT = Source(
     "add_norm_next", ("h", "y", "w", "post", "next_w", "eps"), ("h_out", "a"), ("load", "rows", "residual")
@@ -38,18 +38,27 @@ def rms_norm(x: mx.array, w: mx.array | None, *, eps: float, pre: float = 1.0) -
     return x * inverse_rms(x, eps) * w
 
 
-def metal_rms_norm(library: Library, x: mx.array, w: mx.array | None, *, eps: float, pre: float = 1.0) -> mx.array:
-    """`rms_norm` for D a multiple of 4; w may be bfloat16."""
+def metal_rms_norm(
+    library: Library, x: mx.array, w: mx.array | None, *, eps: float, pre: float = 1.0, groups: int = 1
+) -> mx.array:
+    """`rms_norm` for D a multiple of 4; w may be bfloat16.
+
+    Args:
+        groups: x [T, groups·D] is normed in pieces of D, which come out as [groups, T, D].
+    """
+    shape = x.shape if groups == 1 else (groups, x.shape[0], x.shape[1] // groups)
+    x = x.reshape(-1, shape[-1])
     _check_rms_norm(x, w)
-    width = x.shape[-1]
+    width = shape[-1]
     check.multiple("rms_norm", "the width of x", width, 4)
     return launch(
         library(_RMS_NORM),
         x,
         x if w is None else w,
         eps / (pre * pre),
-        **_rows_grid(x.size // width),
-        outputs=[x.shape],
+        groups,
+        **_rows_grid(x.shape[0]),
+        outputs=[shape],
         D=width,
         WEIGHTED=w is not None,
     )[0]
@@ -76,7 +85,7 @@ def add_norm(
     Returns:
         (h', a), both [T, D] float32; a is None without `next_w`.
     """
-    post = _one() if post is None else post
+    post = one() if post is None else post
     _check_add_norm(h, y, w, post, next_w)
     post = post.astype(mx.float32)
     h = (h + rms_norm(y, w, eps=eps)) * post
@@ -94,7 +103,7 @@ def metal_add_norm(
     next_w: mx.array | None = None,
 ) -> tuple[mx.array, mx.array | None]:
     """`add_norm` for D a multiple of 4; weights may be bfloat16."""
-    post = _one() if post is None else post
+    post = one() if post is None else post
     _check_add_norm(h, y, w, post, next_w)
     rows, width = h.shape
     check.multiple("add_norm", "the width of h", width, 4)
@@ -119,10 +128,11 @@ def _mean_column(width: int) -> mx.array:
 
 
 @cache
-def _one() -> mx.array:
-    one = mx.ones((1,))
-    mx.eval(one)
-    return one
+def one() -> mx.array:
+    """[1], for no layer scalar."""
+    array = mx.ones((1,))
+    mx.eval(array)
+    return array
 
 
 def _rows_grid(rows: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.kernels import check
+from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.library import Library, Source, launch
 from egemma_mlx.kernels.norm import inverse_rms
 
@@ -107,6 +108,12 @@ def qkv_prep(
     """
     _check_qkv(q, k, v, q_w, k_w, head_dim)
     check.rows("qkv_prep", "angles", angles.cos, q.shape[0], "sections", 2, head_dim // (2 * angles.cos.shape[1]))
+    if not on_cpu():
+        return (
+            _prepared(q, q_w, angles, head_dim, eps),
+            _prepared(k, k_w, angles, head_dim, eps),
+            _normed(v, head_dim, eps),
+        )
     halves = (-1, 2, angles.cos.shape[-1])
 
     def split(x: mx.array) -> tuple[mx.array, mx.array]:
@@ -125,6 +132,18 @@ def qkv_prep(
     heads = (rotated(q, q_w), rotated(k, k_w), v_pairs * v_inverse)
     q, k, v = (x.reshape(*x.shape[:2], head_dim).transpose(1, 0, 2) for x in heads)
     return q, k, v
+
+
+def _prepared(x: mx.array, w: mx.array, angles: Angles, head_dim: int, eps: float) -> mx.array:
+    """rope(rms(x)·w) in few operations, for a GPU."""
+    heads = mx.fast.rms_norm(x.reshape(x.shape[0], -1, head_dim), w, eps)
+    pairs = heads.reshape(*heads.shape[:2], -1, 2, angles.cos.shape[-1])
+    rotated = pairs * angles.cos[:, None] + pairs[..., ::-1, :] * angles.sin[:, None]
+    return rotated.reshape(heads.shape)
+
+
+def _normed(x: mx.array, head_dim: int, eps: float) -> mx.array:
+    return mx.fast.rms_norm(x.reshape(x.shape[0], -1, head_dim), None, eps)
 
 
 def metal_qkv_prep(

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from egemma_mlx.config import TextConfig
-from egemma_mlx.kernels import OPS, Kernels, attention_metal, gelu, linear, norm, pool, probe, qkv
+from egemma_mlx.kernels import OPS, Kernels, attention_metal, fused, gelu, linear, norm, pool, probe, qkv
 from egemma_mlx.kernels.library import Library
 from egemma_mlx.packing import Packed, pack
 
@@ -32,6 +32,7 @@ _EPS = 1e-6
 _LENGTHS = (1, 0, 70, 4)
 _ROWS = sum(_LENGTHS)
 _WINDOW = 5
+_FEW = (8, 16, _ROWS)
 
 
 @dataclass(frozen=True)
@@ -88,17 +89,30 @@ class _Check:
     expected: Sequence[Floats]
 
 
-# A function's partner hands it what only the same form understands; fragments carry every matrix product.
+_Forms = dict[str, list[Callable[..., mx.array]]]
+"""Of attention, by kernel: a function for each pipeline, of which lengths choose one."""
+
+# Three kernels, checked as one.
+_PRODUCTS: _Forms = {"attention_scores, softmax, attention_values": [attention_metal.product_attention]}
+
+_FUSED = ("gated", "linear_gelu_mul", "linear_rms_norm", "linear_add_norm")
+
+# A function's partner hands it what only the same form understands; fragments carry every matrix product; and what a
+# fused product cannot do, it leaves to the simple ones.
 _TOGETHER = {
     "qkv_prep": ("qkv_prep", "rope"),
     "attention": ("attention", "plan"),
-    "fragment_probe": ("linear", "matmul", "attention", "plan"),
+    "fragment_probe": ("linear", "matmul", "attention", "plan", *_FUSED),
+    "linear": ("linear", *_FUSED),
+    "gelu_mul": ("gelu_mul", "gated"),
+    "rms_norm": ("rms_norm", "linear_rms_norm"),
+    "add_norm": ("add_norm", "linear_add_norm"),
 }
 
 
 def verified(kernels: Kernels, library: Library, widths: Widths) -> Kernels:
     """`kernels` with the plain-MLX form in place of each function whose kernel fails, and one warning that says so."""
-    failed = [verdict for verdict in verdicts(library, widths) if verdict.problem]
+    failed = [verdict for verdict in map(_verdict, _checks(library, widths)) if verdict.problem]
     if not failed:
         return kernels
     lines = "; ".join(f"{verdict.kernel} ({verdict.problem})" for verdict in failed)
@@ -110,12 +124,12 @@ def verified(kernels: Kernels, library: Library, widths: Widths) -> Kernels:
 
 def verdicts(library: Library, widths: Widths = PUBLISHED) -> list[Verdict]:
     """Run every kernel once on `library`, at these widths."""
-    return [_verdict(check) for check in _checks(library, widths)]
+    return [_verdict(check) for check in _every_check(library, widths)]
 
 
 def launches(library: Library, widths: Widths = PUBLISHED) -> list[mx.array]:
     """What `verdicts` would evaluate, lazy: to be traced, which needs no GPU."""
-    return [array for check in _checks(library, widths) for array in check.run() if array is not None]
+    return [array for check in _every_check(library, widths) for array in check.run() if array is not None]
 
 
 def _verdict(check: _Check) -> Verdict:
@@ -131,8 +145,20 @@ def _verdict(check: _Check) -> Verdict:
     return Verdict(check.kernel, check.function, error, problem)
 
 
+def _alone(function: Callable[..., mx.array], *arguments: Any, **options: Any) -> list[mx.array]:
+    return [function(*arguments, **options)]
+
+
 def _error(got: NDArray[Any], expected: Floats) -> float:
     return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def _every_check(library: Library, widths: Widths) -> Iterator[_Check]:
+    """Those of a model, and of the form of attention that no published shape takes."""
+    yield from _checks(library, widths)
+    random = np.random.default_rng(1)
+    q, k, v = (random.standard_normal((_ROWS, heads, 72)).astype(np.float32) for heads in (2, 1, 1))
+    yield from _attention_forms(library, 72, [mx.array(part) for part in (q / np.float32(8), k, v)], _PRODUCTS)
 
 
 def _checks(library: Library, widths: Widths) -> Iterator[_Check]:
@@ -152,6 +178,7 @@ def _checks(library: Library, widths: Widths) -> Iterator[_Check]:
         [_wide(probe.fragment_probe())],
     )
     yield from _products(library, widths, rows, stored)
+    yield from _fused(library, widths, rows, stored)
     yield from _row_kernels(library, widths, rows, stored)
     for shape in widths.attention:
         yield from _attention(library, shape, rows, stored)
@@ -162,17 +189,43 @@ def _products(
 ) -> Iterator[_Check]:
     x = rows(_ROWS, widths.hidden)
     narrow = widths.attention[-1].kv_heads * widths.attention[-1].head_dim
-    for name, sizes in (
-        ("linear", [narrow]),
-        ("linear_2", [widths.inner] * 2),
-        ("linear_3", [widths.hidden, narrow, 4]),
-    ):
+    for suffix, sizes in (("", [narrow]), ("_3", [widths.hidden, narrow, 4])):
         weights = [stored(size, widths.hidden) for size in sizes]
         expected = [x.astype(np.float64) @ _wide(w).T for w in weights]
-        yield _Check(name, "linear", partial(linear.metal_linear, library, mx.array(x), *weights), expected)
+        run = partial(linear.metal_linear, library, mx.array(x), *weights)
+        yield _Check(f"linear{suffix}", "linear", partial(run, short=False), expected)
+        for few in _FEW:  # pipelines of their own
+            run = partial(linear.metal_linear, library, mx.array(x[:few]), *weights, short=True)
+            yield _Check(f"linear_short{suffix}", "linear", run, [y[:few] for y in expected])
     p, v = rows(_ROWS, 100), rows(100, widths.hidden)
     expected = [p.astype(np.float64) @ v.astype(np.float64)]
     yield _Check("matmul", "matmul", lambda: [linear.metal_matmul(library, mx.array(p), mx.array(v))], expected)
+
+
+def _fused(library: Library, widths: Widths, rows: Callable[..., Any], stored: Callable[..., Any]) -> Iterator[_Check]:
+    x, p, h = rows(_ROWS, widths.hidden), rows(_ROWS, widths.ple), rows(_ROWS, widths.hidden)
+    x[0], h[0] = 1e-3 * x[0], 1e-3 * h[0]  # rows that eps matters to
+    inputs = mx.array(x)
+    gate, up, ple = (stored(width, widths.hidden) for width in (widths.inner, widths.inner, widths.ple))
+    inner = _gelu(_wide(x) @ _wide(gate).T) * (_wide(x) @ _wide(up).T)
+    gelu_p = _gelu(_wide(x) @ _wide(ple).T) * _wide(p)
+    for suffix, few in (("", _ROWS), *(("_short", few) for few in _FEW)):
+        part, short = inputs[:few], bool(suffix)
+        run = partial(_alone, fused.metal_gated, library, part, gate, up, short=short)
+        yield _Check(f"gated{suffix}", "gated", run, [inner[:few]])
+        run = partial(_alone, fused.metal_linear_gelu_mul, library, part, ple, mx.array(p[:few]), short=short)
+        yield _Check(f"linear_gelu_mul{suffix}", "linear_gelu_mul", run, [gelu_p[:few]])
+    norm_w, next_w, post = stored(widths.hidden), stored(widths.hidden), stored(1)
+    square = stored(widths.hidden, widths.hidden)
+    normed = _rms(_wide(x) @ _wide(square).T) * _wide(norm_w)
+    arrays = (library, inputs, square)
+    run = partial(_alone, fused.metal_linear_rms_norm, *arrays, norm_w, eps=_EPS, short=False)
+    yield _Check("linear_rms_norm", "linear_rms_norm", run, [normed])
+    ended = (_wide(h) + normed) * _wide(post)
+    end = partial(fused.metal_linear_add_norm, *arrays, mx.array(h), norm_w, eps=_EPS, post=post, short=False)
+    yield _Check("linear_add_norm", "linear_add_norm", lambda: [end()[0]], [ended])
+    expected = [ended, _rms(ended) * _wide(next_w)]
+    yield _Check("linear_add_norm_next", "linear_add_norm", partial(end, next_w=next_w), expected)
 
 
 def _row_kernels(
@@ -196,13 +249,11 @@ def _row_kernels(
         partial(norm.metal_add_norm, library, *arrays, eps=_EPS, post=post, next_w=next_w),
         [h, _rms(h) * _wide(next_w)],
     )
-    wide = _wide(g)
-    z = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
     yield _Check(
         "gelu_mul",
         "gelu_mul",
         lambda: [gelu.metal_gelu_mul(library, mx.array(g), mx.array(u))],
-        [0.5 * wide * (1 + np.tanh(z)) * u],
+        [_gelu(_wide(g)) * u],
     )
     packed = _packed()
     bounds = np.cumsum((0, *_LENGTHS))
@@ -233,30 +284,34 @@ def _attention(
         prepared,
     )
     inputs = [mx.array(part.astype(np.float32)) for part in prepared]
-    expected = [_attended(*map(_wide, inputs), window=_WINDOW)]
-    for name, form in _forms(dim):
-        yield _Check(
-            f"{name} {dim}",
-            "attention",
-            partial(_run_attention, form, library, inputs, packed),
-            expected,
-        )
+    yield from _attention_forms(library, dim, inputs, _forms(shape))
+
+
+def _attention_forms(library: Library, dim: int, inputs: Sequence[mx.array], forms: _Forms) -> Iterator[_Check]:
+    expected = _attended(*map(_wide, inputs), window=_WINDOW)
+    for name, pipelines in forms.items():
+        run = partial(_run_attention, pipelines, library, inputs)
+        yield _Check(f"{name} {dim}", "attention", run, [expected] * len(pipelines))
 
 
 def _run_attention(
-    form: Callable[..., mx.array], library: Library, inputs: Sequence[mx.array], packed: Packed
+    pipelines: Sequence[Callable[..., mx.array]], library: Library, inputs: Sequence[mx.array]
 ) -> list[mx.array]:
-    return [form(library, *inputs, attention_metal.metal_plan(library, packed, _WINDOW))]
+    plan = attention_metal.metal_plan(library, _packed(), _WINDOW)
+    return [attend(library, *inputs, plan) for attend in pipelines]
 
 
-def _forms(head_dim: int) -> list[tuple[str, Callable[..., mx.array]]]:
-    """The forms of attention that serve this width; the three kernels of the products are checked as one."""
-    if head_dim > attention_metal.FLASH_HEAD_DIM:
-        return [("attention_scores, softmax, attention_values", attention_metal.product_attention)]
-    return [
-        ("flash", partial(attention_metal.flash_attention, staged=False)),
-        ("flash_staged", partial(attention_metal.flash_attention, staged=True)),
-    ]
+def _forms(shape: Heads) -> _Forms:
+    """The forms of attention that serve this shape."""
+    if shape.head_dim <= attention_metal.FLASH_HEAD_DIM:
+        return {
+            name: [partial(attention_metal.flash_attention, staged=staged)]
+            for name, staged in (("flash", False), ("flash_staged", True))
+        }
+    if attention_metal.splits(shape.heads, shape.kv_heads, shape.head_dim):
+        choices = attention_metal.split_fragments(shape.head_dim)
+        return {"flash_split": [partial(attention_metal.split_attention, fragments=n) for n in choices]}
+    return _PRODUCTS
 
 
 def _packed() -> Packed:
@@ -270,6 +325,12 @@ def _wide(array: Any) -> Floats:
 def _rms(x: Floats) -> Floats:
     normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + _EPS)
     return normed
+
+
+def _gelu(x: Floats) -> Floats:
+    z = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    gelu: Floats = 0.5 * x * (1 + np.tanh(z))
+    return gelu
 
 
 def _rotated(x: Floats, table: qkv.Rope, packed: Packed) -> Floats:

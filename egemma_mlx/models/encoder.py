@@ -15,7 +15,7 @@ from egemma_mlx.kernels import OPS, Kernels
 from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.qkv import Rope
 from egemma_mlx.models.text import RopeTables, TextModel, project
-from egemma_mlx.packing import Packed
+from egemma_mlx.packing import Grid, Packed
 
 
 class EmbeddingOutput(NamedTuple):
@@ -157,8 +157,10 @@ class EmbeddingGemma2(nn.Module):
         slots = packed.segments.shape[0]
         tables = self._rope(packed.reach)
         if self.compiled:
-            batch = packed.padded(*packing.bucket(packed.rows, slots)).anonymous()
-            states, pooled = self._compiled(batch.tokens, batch.positions, batch.segments, batch.span, tables)
+            batch = packed.padded(*packing.bucket(packed.rows, slots))
+            batch = (batch.gridded() if self.kernels.grids else batch).anonymous()
+            grid = () if batch.grid is None else tuple(map(int, batch.grid))
+            states, pooled = self._compiled(batch.tokens, batch.positions, batch.segments, batch.span, grid, tables)
         else:
             # Rows in eights for BLAS; at least eight, for a batch without a token.
             batch = packed.padded(max(-(-packed.rows // 8), 1) * 8, slots)
@@ -175,10 +177,17 @@ class EmbeddingGemma2(nn.Module):
         return states, project(self.kernels, mean, text.embedding_projection)[0]
 
     def _traced(
-        self, tokens: mx.array, positions: mx.array, segments: mx.array, span: int, tables: list[Rope]
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        segments: mx.array,
+        span: int,
+        grid: tuple[int, ...],
+        tables: list[Rope],
     ) -> tuple[mx.array, mx.array]:
-        """`_forward` on what a trace may depend on: arrays, and the span that fixes sizes."""
-        return self._forward(Packed(tokens, positions, segments, None, False, span, 0), tables)
+        """`_forward` on what a trace may depend on: arrays, and the span and grid that fix sizes."""
+        rows = Grid(grid[0], grid[1], bool(grid[2])) if grid else None
+        return self._forward(Packed(tokens, positions, segments, None, False, span, 0, rows), tables)
 
 
 def _compiles(kernels: Kernels) -> bool:

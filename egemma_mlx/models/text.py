@@ -6,6 +6,7 @@ Read from the bottom: `TextModel.__call__` is the forward. Parameters have the c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlx import nn
 
 from egemma_mlx.config import LayerConfig, TextConfig
 from egemma_mlx.kernels import Kernels
+from egemma_mlx.kernels.linear import is_short
 from egemma_mlx.kernels.qkv import Rope, rope_table
 from egemma_mlx.packing import Packed
 
@@ -21,12 +23,28 @@ def project(kernels: Kernels, x: mx.array, *layers: nn.Module) -> tuple[mx.array
     """x through each linear layer: plain weights in one kernel, layers that an adapter or quantiser put in by their
     own forward."""
     if all(type(layer) is nn.Linear for layer in layers):
-        outputs: tuple[mx.array, ...] = kernels.linear(x, *(layer.weight for layer in layers))
-        return outputs
+        return kernels.linear(x, *(layer.weight for layer in layers))
     return tuple(layer(x) for layer in layers)
 
 
+def project_add_norm(
+    kernels: Kernels,
+    x: mx.array,
+    layer: nn.Module,
+    h: mx.array,
+    norm: nn.RMSNorm,
+    eps: float,
+    **ending: mx.array | None,
+) -> tuple[mx.array, Any]:
+    """A residual block's last product and its end, `kernels.add_norm` of h and layer(x)."""
+    if type(layer) is nn.Linear:
+        return kernels.linear_add_norm(x, layer.weight, h, norm.weight, eps=eps, **ending)
+    return kernels.add_norm(h, layer(x), norm.weight, eps=eps, **ending)
+
+
 class Attention(nn.Module):
+    """Attention up to its output projection, which ends the residual block."""
+
     def __init__(self, config: TextConfig, layer: LayerConfig) -> None:
         super().__init__()
         self.layer = layer
@@ -45,12 +63,11 @@ class Attention(nn.Module):
         q, k, v = kernels.qkv_prep(
             q, k, v, self.q_norm.weight, self.k_norm.weight, angles, head_dim=layer.head_dim, eps=self.eps
         )
-        out = kernels.attention(q, k, v, plan)
-        return project(kernels, out, self.o_proj)[0]
+        return kernels.attention(q, k, v, plan)
 
 
 class MLP(nn.Module):
-    """down(gelu(gate(x))·up(x))"""
+    """gelu(gate(x))·up(x), which the down projection of the residual block's end takes."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -59,12 +76,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def __call__(self, x: mx.array, kernels: Kernels) -> mx.array:
-        gate, up = project(kernels, x, self.gate_proj, self.up_proj)
-        return project(kernels, kernels.gelu_mul(gate, up), self.down_proj)[0]
+        if type(self.gate_proj) is type(self.up_proj) is nn.Linear:
+            return kernels.gated(x, self.gate_proj.weight, self.up_proj.weight)
+        return kernels.gelu_mul(self.gate_proj(x), self.up_proj(x))
 
 
 class PLEBlock(nn.Module):
-    """projection(gelu(gate(x))·p), p this layer's per-layer embedding"""
+    """gelu(gate(x))·p, p this layer's per-layer embedding, which the projection of the residual block's end takes."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -73,14 +91,16 @@ class PLEBlock(nn.Module):
         self.post_per_layer_input_norm = nn.RMSNorm(config.hidden_size)
 
     def __call__(self, x: mx.array, p: mx.array, kernels: Kernels) -> mx.array:
-        (gate,) = project(kernels, x, self.per_layer_input_gate)
-        return project(kernels, kernels.gelu_mul(gate, p), self.per_layer_projection)[0]
+        if type(self.per_layer_input_gate) is nn.Linear:
+            return kernels.linear_gelu_mul(x, self.per_layer_input_gate.weight, p)
+        return kernels.gelu_mul(self.per_layer_input_gate(x), p)
 
 
 class PLE(nn.Module):
     """Per-layer embeddings, a projection of the input embeddings x₀: p_l = rms(W_l·x₀·hidden^−½)·w.
 
-    One layer's rows of W at a time: all 24 at once would be [T, 24·512].
+    One layer's rows of W at a time for many tokens, of which all 24 would be [T, 24·512]; all at once for few, where
+    launches count for more than memory.
     """
 
     def __init__(self, config: TextConfig) -> None:
@@ -93,14 +113,22 @@ class PLE(nn.Module):
         )
         self.per_layer_projection_norm = nn.RMSNorm(self.width)
 
-    def __call__(self, x0: mx.array, layer: int, kernels: Kernels) -> mx.array:
-        rows = slice(layer * self.width, (layer + 1) * self.width)
-        if type(self.per_layer_model_projection) is nn.Linear:
-            (p,) = kernels.linear(x0, self.per_layer_model_projection.weight[rows])
-        else:
-            p = self.per_layer_model_projection(x0)[:, rows]
-        normed: mx.array = kernels.rms_norm(p, self.per_layer_projection_norm.weight, eps=self.eps, pre=self.scale)
-        return normed
+    def __call__(self, x0: mx.array, kernels: Kernels) -> Callable[[int], mx.array]:
+        """Input embeddings [T, hidden] → p_l [T, width] by layer."""
+        projection = self.per_layer_model_projection
+        ending: dict[str, Any] = {"eps": self.eps, "pre": self.scale}
+        norm_w = self.per_layer_projection_norm.weight
+        if type(projection) is not nn.Linear:
+            p = projection(x0)
+            return lambda layer: kernels.rms_norm(p[:, self._rows(layer)], norm_w, **ending)
+        w = projection.weight
+        if is_short(x0):
+            layers = w.shape[0] // self.width
+            return kernels.linear_rms_norm(x0, w, norm_w, groups=layers, **ending).__getitem__
+        return lambda layer: kernels.linear_rms_norm(x0, w[self._rows(layer)], norm_w, **ending)
+
+    def _rows(self, layer: int) -> slice:
+        return slice(layer * self.width, (layer + 1) * self.width)
 
 
 class Layer(nn.Module):
@@ -127,24 +155,23 @@ class Layer(nn.Module):
         plan: Any,
     ) -> tuple[mx.array, mx.array | None]:
         """The residual stream h and its norm x → the same after this layer, x normed by `next_w`."""
-        attended = self.self_attn(x, kernels, angles, plan)
-        h, x = kernels.add_norm(
-            h,
-            attended,
-            self.post_attention_layernorm.weight,
-            eps=self.eps,
-            next_w=self.pre_feedforward_layernorm.weight,
+        attention, mlp, ple = self.self_attn, self.mlp, self.ple_block
+        attended = attention(x, kernels, angles, plan)
+        next_norm = self.pre_feedforward_layernorm.weight
+        h, x = project_add_norm(
+            kernels, attended, attention.o_proj, h, self.post_attention_layernorm, self.eps, next_w=next_norm
         )
-        h, _ = kernels.add_norm(h, self.mlp(x, kernels), self.post_feedforward_layernorm.weight, eps=self.eps)
-        output: tuple[mx.array, mx.array | None] = kernels.add_norm(
+        h, _ = project_add_norm(kernels, mlp(x, kernels), mlp.down_proj, h, self.post_feedforward_layernorm, self.eps)
+        return project_add_norm(
+            kernels,
+            ple(h, p, kernels),
+            ple.per_layer_projection,
             h,
-            self.ple_block(h, p, kernels),
-            self.ple_block.post_per_layer_input_norm.weight,
-            eps=self.eps,
+            ple.post_per_layer_input_norm,
+            self.eps,
             post=self.layer_scalar,
             next_w=next_w,
         )
-        return output
 
 
 def rope_kinds(config: TextConfig) -> list[tuple[int, float]]:
@@ -197,9 +224,9 @@ class TextModel(nn.Module):
         angles = {kind: kernels.rope(table, packed.positions) for kind, table in zip(kinds, tables, strict=True)}
         plans = {window: kernels.plan(packed, window) for window in {layer.window for layer in self.config.layers}}
         norms = [layer.input_layernorm.weight for layer in self.layers]
+        ple = self.ple(x0, kernels)
         h, x = x0, kernels.rms_norm(x0, norms[0], eps=self.config.rms_norm_eps)
         for index, (layer, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
-            p = self.ple(x0, index, kernels)
             next_w = norms[index + 1] if index + 1 < len(norms) else None
-            h, x = layer(h, x, p, next_w, kernels, angles[spec.head_dim, spec.rope_theta], plans[spec.window])
+            h, x = layer(h, x, ple(index), next_w, kernels, angles[spec.head_dim, spec.rope_theta], plans[spec.window])
         return h
