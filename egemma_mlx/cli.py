@@ -279,6 +279,16 @@ def export(arguments: argparse.Namespace) -> None:
     print(f"{out}: tokens {tokens}, segments {segments}, kernels {arguments.backend}, {size:,.1f} MB")
 
 
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    """How fast this device is, beside plain MLX operations and its own ceilings."""
+    from egemma_mlx.bench import device
+
+    device.run(arguments)
+
+
 # --- checkpoint ------------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +309,9 @@ def checkpoint(arguments: argparse.Namespace) -> None:
 def _encoder(arguments: argparse.Namespace) -> Encoder:
     from egemma_mlx.encoder import Encoder
 
-    return Encoder(arguments.model, revision=arguments.revision, backend=arguments.backend)
+    return Encoder(
+        arguments.model, revision=arguments.revision, backend=arguments.backend, precision=arguments.compute_precision
+    )
 
 
 def _count(text: str) -> int:
@@ -339,6 +351,28 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "metal: this package's kernels; ops: MLX's own operations; simulator: the kernels on the CPU, slowly, "
         "with every check; auto: metal where there is an Apple GPU, else ops",
     },
+    "--compute-precision": {
+        "choices": ("float32", "bfloat16"),
+        "default": "float32",
+        "help": "of products with weights: float32 (default, exact) or bfloat16 (for GPUs with matrix units)",
+    },
+    "bench --compute-precision": {
+        "choices": ("float32", "bfloat16"),
+        "nargs": "+",
+        "help": "of this package (default: both; on a CPU float32)",
+    },
+    "bench --backend": {
+        "choices": ("auto", "metal", "ops"),
+        "default": "auto",
+        "help": "measured beside ops, MLX's own operations; auto: metal where there is an Apple GPU, else ops",
+    },
+    "bench --model": {"metavar": "PATH_OR_REPO", "help": "checkpoint (default: random weights in the published sizes)"},
+    "--workloads": {
+        "nargs": "+",
+        "metavar": "NAME",
+        "help": "32x512 (texts, tokens of each), mixed (1,000 texts of 3 to 512) or mixed:40 (texts)",
+    },
+    "--rounds": {"type": _count, "metavar": "N", "help": "default: 3 to 20, for ten seconds each"},
     "export out": {"type": Path, "metavar": "OUT.mlxfn"},
     "export --backend": {
         "choices": ("metal", "ops"),
@@ -365,13 +399,13 @@ _COMMANDS: tuple[tuple[Callable[[argparse.Namespace], int | None], str, str, str
         '.npz holds "embeddings" and, as strings, "ids" (if every line has one) or else "texts". An output file is '
         "complete or absent.",
         "text --input --output --prompt-name --prompt --truncate-dim --precision --batch-tokens --max-length "
-        "--truncate --backend --model --revision",
+        "--truncate --backend --compute-precision --model --revision",
     ),
     (
         search,
         "Rank the paragraphs of text files by how near they are to a query.",
         "Folders are read without hidden files, data (.csv, .json, …) and whatever is not UTF-8 text.",
-        "query paths --top --prompt-name --batch-tokens --json --backend --model --revision",
+        "query paths --top --prompt-name --batch-tokens --json --backend --compute-precision --model --revision",
     ),
     (
         info,
@@ -394,6 +428,13 @@ _COMMANDS: tuple[tuple[Callable[[argparse.Namespace], int | None], str, str, str
         "out --tokens --segments --backend --model --revision",
     ),
     (
+        bench,
+        "Measure this device: forwards, kernels, memory.",
+        "Beside plain MLX operations, the device's ceilings and, where it is installed, mlx-vlm. It takes minutes; the "
+        "output is Markdown, for an issue.",
+        "--workloads --rounds --backend --compute-precision --model --json",
+    ),
+    (
         checkpoint,
         "Write a random checkpoint in the official layout, for tests and benchmarks.",
         "Its vectors mean nothing.",
@@ -406,13 +447,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=_PROGRAM, description="Embeddings by EmbeddingGemma 2 on MLX.")
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run, summary, details, arguments in _COMMANDS:
+    for run, summary, details, _ in _COMMANDS:
         command = commands.add_parser(run.__name__, help=summary, description=f"{summary} {details}")
         command.set_defaults(run=run)
-        for argument in arguments.split():
-            own = f"{run.__name__} {argument}"
-            command.add_argument(argument, **_ARGUMENTS[own if own in _ARGUMENTS else argument])
+        add_arguments(command, run.__name__)
     return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """The arguments of a command, for whatever else starts it."""
+    (arguments,) = (arguments for run, _, _, arguments in _COMMANDS if run.__name__ == command)
+    for argument in arguments.split():
+        own = f"{command} {argument}"
+        parser.add_argument(argument, **_ARGUMENTS[own if own in _ARGUMENTS else argument])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ class Encoder:
 
     Args:
         path_or_hf_repo: a folder or a hub id; None: $EGEMMA_MODEL, else google/embeddinggemma-2.
-        load_options: what `egemma_mlx.load` takes.
+        load_options: what `egemma_mlx.load` takes. (Its `precision` is of the arithmetic, that of `encode` of the
+            vectors.)
 
     Attributes:
         model, tokenizer: as `load` returns them.
@@ -99,7 +100,7 @@ class Encoder:
             warnings.warn(
                 f"{truncated} of {len(ids)} texts cut to {max_length or self.tokenizer.max_length} tokens", stacklevel=2
             )
-        budget = _positive(batch_tokens, "batch_tokens") or _BATCH_TOKENS["cpu" if on_cpu() else "gpu"]
+        budget = _positive(batch_tokens, "batch_tokens") or default_batch_tokens()
         batches = list(token_batches([len(x) for x in ids], budget, _positive(batch_size, "batch_size")))
         pooled = np.zeros((len(ids), self.get_embedding_dimension()), np.float32)
 
@@ -136,6 +137,11 @@ class Encoder:
         if options.get("prompt") is None and options.get("prompt_name") is None:
             options = {**options, "prompt": self.prompts.get(role, "")}
         return self.encode(sentences, **options)
+
+
+def default_batch_tokens() -> int:
+    """Most tokens of one forward where the caller does not say."""
+    return _BATCH_TOKENS["cpu" if on_cpu() else "gpu"]
 
 
 def _positive(value: int | None, name: str) -> int | None:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 
@@ -17,8 +17,11 @@ from egemma_mlx.heap import keep_pages
 from egemma_mlx.kernels import Kernels
 from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.backend import Backend, select
+from egemma_mlx.kernels.bfloat16 import bfloat16
 from egemma_mlx.models.encoder import EmbeddingGemma2, EmbeddingOutput
 from egemma_mlx.tokenizer import Tokenizer
+
+Precision = Literal["float32", "bfloat16"]
 
 DEFAULT_MODEL = "google/embeddinggemma-2"
 _EMBEDDINGS = "language_model.embed_tokens.weight"
@@ -29,7 +32,7 @@ def load(
     *,
     revision: str | None = None,
     modalities: Iterable[str] = ("text",),
-    precision: Literal["float32"] = "float32",
+    precision: Precision = "float32",
     backend: Backend = "auto",
     compiled: bool | None = None,
 ) -> tuple[EmbeddingGemma2, Tokenizer]:
@@ -39,8 +42,10 @@ def load(
         path_or_hf_repo: a folder, or a hub id; None: $EGEMMA_MODEL, else google/embeddinggemma-2.
         revision: of the hub repository.
         modalities: the towers to load; this version has the text model alone.
-        precision: of all arithmetic. "float32" also keeps TF32 out of matrix products (`MLX_ENABLE_TF32=0`, unless
-            that variable is set already) and warns if it came too late for that.
+        precision: of products with weights: "float32", or "bfloat16" for operands and results (`kernels/bfloat16.py`:
+            faster on GPUs with matrix units, half the memory on the CPU). All else is float32, with TF32 kept out of
+            its matrix products (`MLX_ENABLE_TF32=0`, unless that variable is set already) and a warning if it is too
+            late for that.
         backend: what the kernel functions run on: "metal", the package's own kernels, each checked against float64
             first and replaced by plain MLX operations, with a warning, where it fails; "ops", plain MLX operations;
             "simulator", the Metal kernels on the CPU with every access checked, a thousand times slower; "auto",
@@ -56,8 +61,7 @@ def load(
     modalities = tuple(modalities)
     if modalities != ("text",):
         raise EgemmaError(f"expected modalities ('text',), all that this version runs, but got {modalities}")
-    if precision != "float32":
-        raise EgemmaError(f"expected precision 'float32' but got {precision!r}")
+    _check_precision(precision)
     _exact_products()
     if on_cpu():
         blas.warn_if_slow()
@@ -65,15 +69,22 @@ def load(
     folder = checkpoint.resolve(path_or_hf_repo or default_model(), revision)
     config = Config.from_file(folder / "config.json")
     tokenizer = Tokenizer.from_folder(folder, config)
-    return load_model(folder, config, select(backend, config.text), compiled), tokenizer
+    return load_model(folder, config, select(backend, config.text), compiled, precision), tokenizer
 
 
-def load_model(folder: Path, config: Config, kernels: Kernels, compiled: bool | None = None) -> EmbeddingGemma2:
+def load_model(
+    folder: Path,
+    config: Config,
+    kernels: Kernels,
+    compiled: bool | None = None,
+    precision: Precision = "float32",
+) -> EmbeddingGemma2:
     """The text model of a checkpoint folder over a set of kernel functions, its weights evaluated."""
-    model = EmbeddingGemma2(config, kernels, compiled)
+    rounded = precision == "bfloat16"
+    model = EmbeddingGemma2(config, bfloat16(kernels) if rounded else kernels, compiled)
     weights = checkpoint.load_tensors(folder, config, ("text",))
-    widen = kernels.name == "ops" and on_cpu()
-    model.load_weights([(name, _resident(name, weights.pop(name), widen)) for name in list(weights)])
+    dtype = mx.bfloat16 if rounded else mx.float32 if kernels.name == "ops" else None
+    model.load_weights([(name, _resident(name, weights.pop(name), dtype)) for name in list(weights)])
     mx.eval(model.parameters())
     return model
 
@@ -116,15 +127,23 @@ def generate(
     return model(**inputs, **kwargs)
 
 
-def _resident(name: str, weight: mx.array, widen: bool) -> mx.array:
-    """A weight as the kernels keep it: bfloat16 where they widen it in registers; float32 for plain operations on the
-    CPU, where widening at every call costs more than the product. The embedding table stays as it is: few rows of it
-    are read."""
-    if name == _EMBEDDINGS or not widen:
+def _check_precision(precision: str) -> None:
+    if precision not in get_args(Precision):
+        reason = " (float16 is refused because the residual stream overflows it)" if precision == "float16" else ""
+        raise EgemmaError(
+            f"expected precision {' or '.join(map(repr, get_args(Precision)))} but got {precision!r}{reason}"
+        )
+
+
+def _resident(name: str, weight: mx.array, dtype: mx.Dtype | None) -> mx.array:
+    """A weight as the kernels keep it: as stored (None) where they widen it in registers; float32 for plain operations,
+    where widening at every call costs more than a short query's product; bfloat16 where they would round it. The
+    embedding table stays as it is, since few rows of it are read; so do vectors that are no operand of a product."""
+    if name == _EMBEDDINGS or dtype is None or (dtype == mx.bfloat16 and weight.ndim == 1):
         return weight
-    widened = weight.astype(mx.float32)
-    mx.eval(widened)
-    return widened
+    resident = weight.astype(dtype)
+    mx.eval(resident)
+    return resident
 
 
 def _exact_products() -> None:

@@ -24,17 +24,10 @@ MIN_SEGMENTS = 8
 
 
 class Grid(NamedTuple):
-    """Segments as rows of one length, for plain operations that must know their sizes when they are traced.
-
-    Attributes:
-        segments: at the front of the table, at most; later ones are empty.
-        length: rows of a segment, at most.
-        full: every one of them has `length` tokens, end to end from row 0: the packed row is the grid.
-    """
+    """Texts of one length that fill a batch end to end: its row is [segments, length]."""
 
     segments: int
     length: int
-    full: bool
 
 
 @dataclass(frozen=True)
@@ -71,12 +64,11 @@ class Packed:
         return replace(self, lengths=None, dense=False, span=_at_least(self.span, 64, 8))
 
     def gridded(self) -> Packed:
-        """The same batch with a grid where it would not be much larger than the batch; sizes in powers of two."""
-        count, length = len(self.lengths or ()), max(self.lengths or (0,))
-        even = self.dense and length % 16 == 0 and set(self.lengths or ()) == {length}
-        grid = Grid(count, length, True) if even else Grid(_at_least(count, 1, 2), _at_least(length, 16, 2), False)
-        fits = length > 0 and grid.segments <= self.segments.shape[0] and grid.segments * grid.length <= 2 * self.rows
-        return replace(self, grid=grid if fits else None)
+        """The same batch with a grid if texts of one length fill it: so few sizes that a trace each does no harm."""
+        count, lengths = len(self.lengths or ()), set(self.lengths or ())
+        (length,) = lengths if len(lengths) == 1 else (0,)
+        fills = self.dense and count > 1 and length % 16 == 0 and 0 < count * length == self.rows
+        return replace(self, grid=Grid(count, length) if fills else None)
 
     def padded(self, rows: int, slots: int) -> Packed:
         """The same batch with T and S grown to `rows` and `slots`, by rows that hold no token and empty slots."""

@@ -28,7 +28,7 @@ from egemma_mlx.records import json_lines
 from egemma_mlx.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("embed", "search", "info", "doctor", "export", "checkpoint")
+COMMANDS = ("embed", "search", "info", "doctor", "export", "bench", "checkpoint")
 TEXTS = ["a river in the north", "", "memory of a computer " * 20, "grüße 你好 🌍"]
 
 
@@ -124,7 +124,7 @@ def test_help_imports_nothing_heavy() -> None:
             assert all(name in words for name in COMMANDS)
         else:
             assert words.startswith(f"usage: egemma-mlx {arguments[0]} ")
-            assert arguments[0] in ("checkpoint", "doctor") or loading.DEFAULT_MODEL in words
+            assert arguments[0] in ("bench", "checkpoint", "doctor") or loading.DEFAULT_MODEL in words
 
 
 def test_choices_are_those_of_the_package() -> None:

@@ -139,7 +139,7 @@ def test_generate_refuses(loaded: tuple[EmbeddingGemma2, Tokenizer], arguments: 
     [
         ({"modalities": ("text", "image")}, r"modalities \('text',\).* but got \('text', 'image'\)"),
         ({"modalities": ()}, r"modalities \('text',\).* but got \(\)"),
-        ({"precision": "float16"}, "precision 'float32' but got 'float16'"),
+        ({"precision": "float16"}, "precision 'float32' or 'bfloat16' but got 'float16' .float16 is refused"),
         ({"revision": "main"}, "expected a hub id beside revision 'main' but got the folder"),
     ],
 )

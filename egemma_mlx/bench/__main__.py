@@ -1,13 +1,13 @@
-"""Benchmarks that anybody can run: `python -m egemma_mlx.bench text` and `… kernels`."""
+"""Benchmarks that anybody can run: `python -m egemma_mlx.bench text`, `… device`, …"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from egemma_mlx.bench import kernels, text
+from egemma_mlx.bench import cost, device, kernels, precision, text
 
-_BENCHMARKS = {"text": text, "kernels": kernels}
+_BENCHMARKS = {"text": text, "kernels": kernels, "cost": cost, "device": device, "precision": precision}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

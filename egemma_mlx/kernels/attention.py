@@ -66,21 +66,19 @@ class Blocks(NamedTuple):
 
 
 class Gridded(NamedTuple):
-    """All segments side by side, padded to one length, for segments that only the device knows.
+    """A batch that is a grid of segments, or one square of all rows with what may not meet masked.
 
     Attributes:
-        rows: of the batch.
-        grid: how many segments, how long.
-        places: [count, length] packed rows; None where the batch is the grid.
-        back: [rows] where each packed row is in the grid; None likewise.
-        allowed: broadcasts over [count, length, length]; None allows all.
+        grid: whose rows are those of the batch.
+        allowed: broadcasts over [segments, length, length]; None allows all.
     """
 
-    rows: int
     grid: Grid
-    places: mx.array | None
-    back: mx.array | None
     allowed: mx.array | None
+
+    @property
+    def rows(self) -> int:
+        return self.grid.segments * self.grid.length
 
 
 Plan = Runs | Blocks | Gridded
@@ -95,9 +93,10 @@ def plan(packed: Packed, window: int | None) -> Plan:
     check_tables(packed)
     if packed.lengths is not None:
         return Runs(packed.rows, _runs(packed, window))
-    # Blocks score 2·window + block columns a row, a grid all of a segment.
     if packed.grid is not None and (window is None or packed.grid.length <= 2 * window + _BLOCK):
-        return _gridded(packed, packed.grid, window)
+        return Gridded(packed.grid, _band(packed.grid.length, window))
+    if packed.rows <= _BLOCK or (window is None and packed.span >= packed.rows):
+        return Gridded(Grid(1, packed.rows), _allowed(packed, window))
     return _blocks(packed, window)
 
 
@@ -184,50 +183,44 @@ def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run]) -> mx.arr
     return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
 
-def _gridded(packed: Packed, grid: Grid, window: int | None) -> Gridded:
-    rows, (count, length, full) = packed.rows, grid
-    offset = mx.arange(length, dtype=mx.int32)
-    if full:
-        positions = packed.positions[: count * length].reshape(count, length)
-        return Gridded(rows, grid, None, None, _banded(positions, window))
-    start, lengths = packed.segments[:count, :1], packed.segments[:count, 1:]
-    index = mx.minimum(start + offset, rows - 1)
-    positions = mx.where(offset < lengths, packed.positions[index], -1)
-    allowed, band = (positions >= 0)[:, None, :], _banded(positions, window)
-    owner = mx.argmax(membership(rows, packed.segments[:count]), axis=1).astype(mx.int32)
-    place = mx.arange(rows, dtype=mx.int32) - start[:, 0][owner]
-    back = owner * length + mx.clip(place, 0, length - 1)
-    return Gridded(rows, grid, index, back, allowed if band is None else allowed & band)
-
-
-def _banded(positions: mx.array, window: int | None) -> mx.array | None:
-    """[count, length, length] within the window, for positions [count, length]; None where all are."""
-    if window is None or positions.shape[1] <= window + 1:
+def _band(length: int, window: int | None) -> mx.array | None:
+    """[1, length, length]: which of positions 0…length−1 meet; None where all do."""
+    if window is None or length <= window + 1:
         return None
-    return mx.abs(positions[:, :, None] - positions[:, None, :]) <= window
+    at = mx.arange(length)
+    return (mx.abs(at[:, None] - at) <= window)[None]
+
+
+def _allowed(packed: Packed, window: int | None) -> mx.array:
+    """[1, T, T]: which rows of a batch meet."""
+    owner, positions = _owners(packed), packed.positions
+    allowed = (owner[:, None] == owner) & (positions >= 0)
+    if window is not None:
+        allowed = allowed & (mx.abs(positions[:, None] - positions) <= window)
+    return allowed[None]
+
+
+def _owners(packed: Packed) -> mx.array:
+    """[T] int32: the segment of each row."""
+    return mx.argmax(membership(packed.rows, packed.segments), axis=1).astype(mx.int32)
 
 
 def _over_grid(q: mx.array, k: mx.array, v: mx.array, plan: Gridded) -> mx.array:
     """[T, heads, head_dim] → [T, heads·head_dim]."""
-    count, length, _ = plan.grid
-    kv_heads, head_dim = k.shape[1:]
+    (segments, length), (kv_heads, head_dim) = plan.grid, k.shape[1:]
 
     def side_by_side(x: mx.array) -> mx.array:
-        """[count, kv_heads, heads of a group·length, head_dim]."""
-        rows = x[: count * length] if plan.places is None else x[plan.places.reshape(-1)]
-        grouped = rows.reshape(count, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-        return grouped.reshape(count, kv_heads, -1, head_dim)
+        """[segments, kv_heads, heads of a group·length, head_dim]."""
+        grouped = x.reshape(segments, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+        return grouped.reshape(segments, kv_heads, -1, head_dim)
 
     q, k, v = map(side_by_side, (q, k, v))
-    scores = (q @ k.swapaxes(-1, -2)).reshape(count, kv_heads, -1, length, length)
+    scores = (q @ k.swapaxes(-1, -2)).reshape(segments, kv_heads, -1, length, length)
     if plan.allowed is not None:
         scores = mx.where(plan.allowed[:, None, None], scores, _MASKED)
-    weights = mx.softmax(scores, axis=-1).reshape(count, kv_heads, -1, length)
-    out = (weights @ v).reshape(count, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
-    out = out.reshape(count * length, -1)
-    if plan.back is not None:
-        return out[plan.back]
-    return mx.pad(out, [(0, plan.rows - out.shape[0]), (0, 0)])
+    weights = mx.softmax(scores, axis=-1).reshape(segments, kv_heads, -1, length)
+    out = (weights @ v).reshape(segments, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(segments * length, -1)
 
 
 def _blocks(packed: Packed, window: int | None) -> Blocks:
@@ -243,8 +236,7 @@ def _blocks(packed: Packed, window: int | None) -> Blocks:
         here = mx.pad(x, (0, tail), constant_values=outside).reshape(count, block, 1)
         return here, mx.take(mx.pad(x, (reach, reach + tail), constant_values=outside), near)[:, None, :]
 
-    owner = mx.argmax(membership(rows, packed.segments), axis=1).astype(mx.int32)
-    owner_here, owner_there = pairs(mx.where(packed.positions >= 0, owner, -1))
+    owner_here, owner_there = pairs(mx.where(packed.positions >= 0, _owners(packed), -1))
     allowed = (owner_here == owner_there) & (owner_there >= 0)
     if window is not None:
         here, there = pairs(packed.positions)

@@ -10,7 +10,7 @@ import mlx.core as mx
 from egemma_mlx.kernels import check
 from egemma_mlx.kernels.library import Library, Source, launch
 from egemma_mlx.kernels.norm import rms_norm
-from egemma_mlx.packing import Grid, Packed, membership
+from egemma_mlx.packing import Packed, membership
 
 _POOL = Source("pool", ("h", "w", "positions", "segments", "eps"), ("out",), ("load", "rows"))
 
@@ -27,23 +27,12 @@ def pool(h: mx.array, w: mx.array, packed: Packed, *, eps: float) -> mx.array:
     """
     _check(h, w, packed)
     if packed.grid is not None:
-        return _over_grid(rms_norm(h, w, eps=eps), packed, packed.grid)
+        segments = packed.grid.segments
+        means = rms_norm(h, w, eps=eps).reshape(*packed.grid, -1).mean(axis=1)
+        return mx.pad(means, [(0, packed.segments.shape[0] - segments), (0, 0)])
     member = membership(packed.rows, packed.segments) & (packed.positions >= 0)[:, None]
     count = mx.maximum(member.sum(axis=0), 1)[:, None]
     return (member.T.astype(mx.float32) @ rms_norm(h, w, eps=eps)) / count
-
-
-def _over_grid(normed: mx.array, packed: Packed, grid: Grid) -> mx.array:
-    count, length, full = grid
-    if full:
-        means = normed[: count * length].reshape(count, length, -1).mean(axis=1)
-    else:
-        offset = mx.arange(length, dtype=mx.int32)
-        index = mx.minimum(packed.segments[:count, :1] + offset, packed.rows - 1)
-        token = (offset < packed.segments[:count, 1:]) & (packed.positions[index] >= 0)
-        tokens = mx.maximum(token.sum(axis=1, keepdims=True), 1)
-        means = mx.where(token[..., None], normed[index], 0.0).sum(axis=1) / tokens
-    return mx.pad(means, [(0, packed.segments.shape[0] - count), (0, 0)])
 
 
 def metal_pool(library: Library, h: mx.array, w: mx.array, packed: Packed, *, eps: float) -> mx.array:

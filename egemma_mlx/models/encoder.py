@@ -159,7 +159,7 @@ class EmbeddingGemma2(nn.Module):
         if self.compiled:
             batch = packed.padded(*packing.bucket(packed.rows, slots))
             batch = (batch.gridded() if self.kernels.grids else batch).anonymous()
-            grid = () if batch.grid is None else tuple(map(int, batch.grid))
+            grid = () if batch.grid is None else tuple(batch.grid)
             states, pooled = self._compiled(batch.tokens, batch.positions, batch.segments, batch.span, grid, tables)
         else:
             # Rows in eights for BLAS; at least eight, for a batch without a token.
@@ -186,8 +186,8 @@ class EmbeddingGemma2(nn.Module):
         tables: list[Rope],
     ) -> tuple[mx.array, mx.array]:
         """`_forward` on what a trace may depend on: arrays, and the span and grid that fix sizes."""
-        rows = Grid(grid[0], grid[1], bool(grid[2])) if grid else None
-        return self._forward(Packed(tokens, positions, segments, None, False, span, 0, rows), tables)
+        packed = Packed(tokens, positions, segments, None, False, span, 0, Grid(*grid) if grid else None)
+        return self._forward(packed, tables)
 
 
 def _compiles(kernels: Kernels) -> bool:
