@@ -43,9 +43,9 @@ def load(
         revision: of the hub repository.
         modalities: the towers to load; this version has the text model alone.
         precision: of products with weights: "float32", or "bfloat16" for operands and results (`kernels/bfloat16.py`:
-            faster on GPUs with matrix units, half the memory on the CPU). All else is float32, with TF32 kept out of
-            its matrix products (`MLX_ENABLE_TF32=0`, unless that variable is set already) and a warning if it is too
-            late for that.
+            faster on GPUs with matrix units, half the memory on the CPU). All else is float32. "float32" also keeps
+            TF32 out of products (`MLX_ENABLE_TF32=0`, unless that variable is set already), with a warning if it is
+            too late for that; with "bfloat16" MLX may use it for those of attention.
         backend: what the kernel functions run on: "metal", the package's own kernels, each checked against float64
             first and replaced by plain MLX operations, with a warning, where it fails; "ops", plain MLX operations;
             "simulator", the Metal kernels on the CPU with every access checked, a thousand times slower; "auto",
@@ -62,7 +62,8 @@ def load(
     if modalities != ("text",):
         raise EgemmaError(f"expected modalities ('text',), all that this version runs, but got {modalities}")
     _check_precision(precision)
-    _exact_products()
+    if precision == "float32":
+        _exact_products()
     if on_cpu():
         blas.warn_if_slow()
         keep_pages()
