@@ -20,9 +20,11 @@ from egemma_mlx.errors import EgemmaError
 from egemma_mlx.export import example, forward
 from egemma_mlx.kernels import metal_kernels
 from egemma_mlx.kernels.approx import on_cpu
+from egemma_mlx.kernels.attention_metal import form
 from egemma_mlx.kernels.backend import picked, simulator_library
 from egemma_mlx.kernels.library import Library
-from egemma_mlx.kernels.selfcheck import TOLERANCE, Verdict, Widths, launches, verdicts
+from egemma_mlx.kernels.linear import SHORT
+from egemma_mlx.kernels.selfcheck import PUBLISHED, TOLERANCE, Verdict, Widths, launches, verdicts
 from egemma_mlx.models.encoder import EmbeddingGemma2
 
 # Of a batch in each form of the products: one, two and four fragments of few rows, and many.
@@ -90,6 +92,7 @@ def facts_table(machine: dict[str, Any]) -> str:
         ("OS", machine["os"]),
         ("device", ", ".join(_described(name, value) for name, value in device.items())),
         ("backend", f"{machine['backend']} (what `auto` picks)"),
+        ("forms", f"products spread over all cores below {SHORT} rows; attention {_forms()}"),
     ]
     if device["type"] == "cpu":
         rows.append(("BLAS", f"{library['name']} ({library['reason']})"))
@@ -121,6 +124,15 @@ def as_text(machine: dict[str, Any], examined: tuple[str, list[Verdict]] | None)
     place = "Metal" if ran_on == "metal" else "the simulator"
     ending = f"{outcome} on {place} (tolerance: {TOLERANCE:.0e} of the greatest float64 value)."
     return f"{heading}\n{table(kernels)}\n{ending}\n"
+
+
+def _forms() -> str:
+    """The forms of attention for the shapes of the published model, in short batches and long ones."""
+    lines = []
+    for shape in PUBLISHED.attention:
+        names = [form(shape.heads, shape.kv_heads, shape.head_dim, keys) for keys in (16, 8192)]
+        lines.append(f"{shape.head_dim}: {' or '.join(dict.fromkeys(names))}")
+    return ", ".join(lines)
 
 
 def _finite(error: float | None) -> float | None:

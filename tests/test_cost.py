@@ -18,8 +18,10 @@ from executors import SIMULATOR, simulated
 from egemma_mlx.bench.__main__ import main
 from egemma_mlx.bench.cost import activations, published
 from egemma_mlx.bench.kernels import SEED, _Seed
+from egemma_mlx.config import LayerConfig
 from egemma_mlx.cost import plans, roofline, seed, traced, work
 from egemma_mlx.cost.devices import DEVICES, LAUNCH_OVERHEADS, Core, Device
+from egemma_mlx.cost.live import peak_live_bytes
 from egemma_mlx.cost.plans import PUBLISHED, WORKLOADS, Workload
 from egemma_mlx.cost.work import FORMULAS, Heads, Keys, Work
 from egemma_mlx.kernels import attention_metal, fused, gelu, linear, metal_kernels, norm, pool, probe, qkv
@@ -301,6 +303,44 @@ def test_sliding_layers_multiply_little_beyond_their_band() -> None:
     attention = work.flash_split(plans.heads(PUBLISHED.layers[0]), load.keys(PUBLISHED.layers[0].window))
     assert attention.needed == 4 * 1024 * sum(min(i + 513, 8192) - max(i - 512, 0) for i in range(8192))
     assert attention.executed <= 1.15 * attention.needed
+
+
+@pytest.mark.parametrize("length", [16, 32, 64, 128, 512])
+def test_products_take_the_form_that_the_model_prefers(length: int) -> None:
+    """On the small GPUs; wider ones would keep the short form a little longer, and the launches with it."""
+    load, layer = Workload(1, length), PUBLISHED.layers[0]
+    ple = [work.linear_short(load.rows, 512, 512), work.rms_norm(load.rows, 512)]  # a layer's share of them, apart
+    few = [*plans.our_short_layer(PUBLISHED, load, layer, last=False), *ple]
+    many = plans.our_layer(PUBLISHED, load, layer, last=False)
+    for name in ("M1", "M2", "M4", "M4 Pro"):
+        short, wide = (roofline.total(launches, DEVICES[name]) for launches in (few, many))
+        assert (short < wide) == (load.rows < linear.SHORT), name
+
+
+@pytest.mark.parametrize("load", [Workload(1, 128), Workload(32, 128), Workload(1, 8192)], ids=lambda load: load.name)
+@pytest.mark.parametrize("layer", PUBLISHED.layers[4:6], ids=["sliding", "full"])
+def test_attention_takes_the_form_that_the_model_prefers(load: Workload, layer: LayerConfig) -> None:
+    heads, keys = plans.heads(layer), load.keys(layer.window)
+    span = -(-min(load.rows, 2 * min(load.length, 1025) + 64) // 32) * 32
+    products = [
+        work.attention_scores(heads, keys, span=span),
+        work.softmax(heads, keys),
+        work.attention_values(heads, keys),
+    ]
+    split = [work.flash_split(heads, keys)]
+    for device in DEVICES.values():
+        assert roofline.total(split, device) < roofline.total(products, device), device.name
+    assert attention_metal.form(layer.heads, layer.kv_heads, layer.head_dim, load.length) == "flash_split"
+
+
+def test_a_long_text_leaves_room_in_memory() -> None:
+    """8,192 tokens: the widest is a full layer between its projections and their norms."""
+    load, hidden, heads = Workload(1, 8192), 4 * 512, plans.heads(PUBLISHED.layers[5])
+    graph = traced.forward(metal_kernels(Library(mx.fast.metal_kernel), "metal"), PUBLISHED, load)
+    peak = peak_live_bytes(graph)
+    # x0 and the residual stream; q, k and v twice.
+    assert peak == pytest.approx(8192 * (2 * hidden + 2 * 4 * (heads.q_width + 2 * heads.kv_width)), rel=0.001)
+    assert peak <= 240e6
 
 
 def test_activations_that_a_layer_moves() -> None:

@@ -13,7 +13,7 @@ from the first that its first row meets to the last that its last row does.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -47,6 +47,8 @@ _SOFTMAX = Source(
 _VALUES = Source(
     "attention_values", ("weights", "v", "bounds", "first", "kv_heads"), ("out",), ("fragment", "load", "gemm")
 )
+
+Form = Literal["flash", "flash_staged", "flash_split", "products"]
 
 FLASH_HEAD_DIM = 128
 """The widest head whose queries and outputs fit the registers of one simdgroup."""
@@ -97,11 +99,20 @@ def metal_attention(library: Library, q: mx.array, k: mx.array, v: mx.array, pla
     check_heads(q, k, v, plan.positions.shape[0])
     _, heads, head_dim = q.shape
     check.multiple("attention", "head_dim", head_dim, 8)
-    if head_dim <= FLASH_HEAD_DIM:
-        return flash_attention(library, q, k, v, plan, staged=plan.keys >= _STAGED_KEYS)
-    if splits(heads, k.shape[1], head_dim):
+    chosen = form(heads, k.shape[1], head_dim, plan.keys)
+    if chosen == "products":
+        return product_attention(library, q, k, v, plan)
+    if chosen == "flash_split":
         return split_attention(library, q, k, v, plan)
-    return product_attention(library, q, k, v, plan)
+    return flash_attention(library, q, k, v, plan, staged=chosen == "flash_staged")
+
+
+def form(heads: int, kv_heads: int, head_dim: int, keys: int) -> Form:
+    """Which form serves heads of this shape where a row meets at most `keys` rows (tests/test_cost.py has the cost
+    model agree)."""
+    if head_dim <= FLASH_HEAD_DIM:
+        return "flash_staged" if keys >= _STAGED_KEYS else "flash"
+    return "flash_split" if splits(heads, kv_heads, head_dim) else "products"
 
 
 def flash_attention(library: Library, q: mx.array, k: mx.array, v: mx.array, plan: Bounds, *, staged: bool) -> mx.array:
