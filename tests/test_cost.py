@@ -19,11 +19,12 @@ from egemma_mlx.bench.__main__ import main
 from egemma_mlx.bench.cost import activations, published
 from egemma_mlx.bench.kernels import SEED, _Seed
 from egemma_mlx.config import LayerConfig
-from egemma_mlx.cost import plans, roofline, seed, traced, work
+from egemma_mlx.cost import formulas, plans, roofline, seed, traced
 from egemma_mlx.cost.devices import DEVICES, LAUNCH_OVERHEADS, Core, Device
+from egemma_mlx.cost.formulas import FORMULAS
 from egemma_mlx.cost.live import peak_live_bytes
 from egemma_mlx.cost.plans import PUBLISHED, WORKLOADS, Workload
-from egemma_mlx.cost.work import FORMULAS, Heads, Keys, Work
+from egemma_mlx.cost.work import FLOPS, Heads, Keys, Work
 from egemma_mlx.kernels import attention_metal, fused, gelu, linear, metal_kernels, norm, pool, probe, qkv
 from egemma_mlx.kernels.library import Library, source_folder
 from egemma_mlx.packing import pack
@@ -64,15 +65,15 @@ def products(item: int) -> list[Row]:
         x, p, shape = normal(t, k), normal(t, m), f"{t}×{k}·{k}×{m}"
         for widths in ((m,), (m, 12, 72)):
             run = partial(linear.metal_linear, library, x, *(w(n, k) for n in widths), short=False)
-            rows.append(Row(shape, work.linear(t, k, *widths, item=item), run))
+            rows.append(Row(shape, formulas.linear(t, k, *widths, item=item), run))
         run = partial(fused.metal_gated, library, x, w(m, k), w(m, k), short=False)
-        rows.append(Row(shape, work.gated(t, k, m, item=item), run))
+        rows.append(Row(shape, formulas.gated(t, k, m, item=item), run))
         run = partial(fused.metal_linear_gelu_mul, library, x, w(m, k), p, short=False)
-        rows.append(Row(shape, work.linear_gelu_mul(t, k, m, item=item), run))
+        rows.append(Row(shape, formulas.linear_gelu_mul(t, k, m, item=item), run))
     for t, k, m in WHOLE:
         x, h, shape = normal(t, k), normal(t, m), f"{t}×{k}·{k}×{m}"
         run = partial(fused.metal_linear_rms_norm, library, x, w(m, k), w(m), eps=1e-6, short=False)
-        rows.append(Row(shape, work.linear_rms_norm(t, k, m, item=item), run))
+        rows.append(Row(shape, formulas.linear_rms_norm(t, k, m, item=item), run))
         for next_w in (None, w(m)):
             run = partial(
                 fused.metal_linear_add_norm,
@@ -83,16 +84,16 @@ def products(item: int) -> list[Row]:
                 next_w=next_w,
                 short=False,
             )
-            rows.append(Row(shape, work.linear_add_norm(t, k, m, item=item, next_norm=next_w is not None), run))
+            rows.append(Row(shape, formulas.linear_add_norm(t, k, m, item=item, next_norm=next_w is not None), run))
     for t, k, m in SHORT:
         x, p, shape = normal(t, k), normal(t, m), f"{t}×{k}·{k}×{m}"
         for widths in ((m,), (m, 12, 72)):
             run = partial(linear.metal_linear, library, x, *(w(n, k) for n in widths), short=True)
-            rows.append(Row(shape, work.linear_short(t, k, *widths, item=item), run))
+            rows.append(Row(shape, formulas.linear_short(t, k, *widths, item=item), run))
         run = partial(fused.metal_gated, library, x, w(m, k), w(m, k), short=True)
-        rows.append(Row(shape, work.gated_short(t, k, m, item=item), run))
+        rows.append(Row(shape, formulas.gated_short(t, k, m, item=item), run))
         run = partial(fused.metal_linear_gelu_mul, library, x, w(m, k), p, short=True)
-        rows.append(Row(shape, work.linear_gelu_mul_short(t, k, m, item=item), run))
+        rows.append(Row(shape, formulas.linear_gelu_mul_short(t, k, m, item=item), run))
     return rows
 
 
@@ -103,22 +104,22 @@ def row_kernels(item: int) -> list[Row]:
         x, y, shape = normal(t, d), normal(t, d), f"{t}×{d}"
         for weight in (None, w(d)):
             run = partial(norm.metal_rms_norm, library, x, weight, eps=1e-6)
-            rows.append(Row(shape, work.rms_norm(t, d, item=item, weighted=weight is not None), run))
+            rows.append(Row(shape, formulas.rms_norm(t, d, item=item, weighted=weight is not None), run))
         for next_w in (None, w(d)):
             run = partial(norm.metal_add_norm, library, x, y, w(d), eps=1e-6, next_w=next_w)
-            rows.append(Row(shape, work.add_norm(t, d, item=item, next_norm=next_w is not None), run))
-        rows.append(Row(shape, work.gelu_mul(t * d), partial(gelu.metal_gelu_mul, library, x, y)))
+            rows.append(Row(shape, formulas.add_norm(t, d, item=item, next_norm=next_w is not None), run))
+        rows.append(Row(shape, formulas.gelu_mul(t * d), partial(gelu.metal_gelu_mul, library, x, y)))
     for t, heads in ((11, Heads(4, 2, 256)), (9, Heads(4, 1, 512)), (33, Heads(12, 12, 64)), (8, Heads(2, 1, 40))):
         table = qkv.rope_table(64, heads.head_dim, 1e4)
         angles = qkv.metal_rope(library, table, mx.arange(t, dtype=mx.int32), None)
         q, k = normal(t, heads.q_width), normal(t, heads.kv_width)
         d = heads.head_dim
         run = partial(qkv.metal_qkv_prep, library, q, k, k, w(d), w(d), angles, head_dim=d, eps=1e-6)
-        rows.append(Row(f"{t} rows, {heads}", work.qkv_prep(t, heads, positions=t, item=item), run))
+        rows.append(Row(f"{t} rows, {heads}", formulas.qkv_prep(t, heads, positions=t, item=item), run))
     for lengths, d in (((45, 70), 516), ((3,) * 9, 12), ((130,), 512)):
         packed = pack([np.zeros(n, np.int32) for n in lengths])
         run = partial(pool.metal_pool, library, normal(sum(lengths), d), w(d), packed, eps=1e-6)
-        rows.append(Row(f"{lengths}×{d}", work.pool(lengths, len(lengths), d, item=item), run))
+        rows.append(Row(f"{lengths}×{d}", formulas.pool(lengths, len(lengths), d, item=item), run))
     return rows
 
 
@@ -136,35 +137,39 @@ def attention() -> list[Row]:
 
             if len(lengths) >= 4:
                 run = partial(attention_metal.metal_plan, library, packed, window)
-                rows.append(Row(f"{lengths}", work.attention_bounds(t, starts), run))
+                rows.append(Row(f"{lengths}", formulas.attention_bounds(t, starts), run))
             for heads in (Heads(2, 1, 64), Heads(3, 3, 40), Heads(2, 2, 128)):
                 arrays = (normal(t, heads.heads, heads.head_dim), *[normal(t, heads.kv_heads, heads.head_dim)] * 2)
-                for staged, formula in ((False, work.flash), (True, work.flash_staged)):
+                for staged, formula in ((False, formulas.flash), (True, formulas.flash_staged)):
                     run = partial(attention_metal.flash_attention, library, *arrays, bounds, staged=staged)
                     rows.append(Row(shape(heads), formula(heads, keys), run))
                 span = -(-min(t, 2 * bounds.keys + 64) // 32) * 32
                 run = partial(attention_metal.product_attention, library, *arrays, bounds)
                 for predicted in (
-                    work.attention_scores(heads, keys, span=span),
-                    work.softmax(heads, keys),
-                    work.attention_values(heads, keys),
+                    formulas.attention_scores(heads, keys, span=span),
+                    formulas.softmax(heads, keys),
+                    formulas.attention_values(heads, keys),
                 ):
                     rows.append(Row(shape(heads), predicted, run))
             for heads in (Heads(4, 2, 256), Heads(4, 1, 512), Heads(3, 1, 256)):
                 arrays = (normal(t, heads.heads, heads.head_dim), *[normal(t, heads.kv_heads, heads.head_dim)] * 2)
                 for r in attention_metal.split_fragments(heads.head_dim):
                     run = partial(attention_metal.split_attention, library, *arrays, bounds, fragments=r)
-                    rows.append(Row(shape(heads), work.flash_split(heads, keys, fragments=r), run))
+                    rows.append(Row(shape(heads), formulas.flash_split(heads, keys, fragments=r), run))
     return rows
 
 
 def other() -> list[Row]:
     library = SIMULATOR.library
     rows = [
-        Row(f"{t}×{k}·{k}×{m}", work.matmul(t, k, m), partial(linear.metal_matmul, library, normal(t, k), normal(k, m)))
+        Row(
+            f"{t}×{k}·{k}×{m}",
+            formulas.matmul(t, k, m),
+            partial(linear.metal_matmul, library, normal(t, k), normal(k, m)),
+        )
         for t, k, m in PRODUCTS
     ]
-    return [*rows, Row("", work.fragment_probe(), partial(probe.metal_fragment_probe, library))]
+    return [*rows, Row("", formulas.fragment_probe(), partial(probe.metal_fragment_probe, library))]
 
 
 TABLES = {
@@ -300,7 +305,7 @@ def test_a_query_reads_its_weights_once_on_many_cores() -> None:
 
 def test_sliding_layers_multiply_little_beyond_their_band() -> None:
     load = Workload(1, 8192)
-    attention = work.flash_split(plans.heads(PUBLISHED.layers[0]), load.keys(PUBLISHED.layers[0].window))
+    attention = formulas.flash_split(plans.heads(PUBLISHED.layers[0]), load.keys(PUBLISHED.layers[0].window))
     assert attention.needed == 4 * 1024 * sum(min(i + 513, 8192) - max(i - 512, 0) for i in range(8192))
     assert attention.executed <= 1.15 * attention.needed
 
@@ -309,7 +314,10 @@ def test_sliding_layers_multiply_little_beyond_their_band() -> None:
 def test_products_take_the_form_that_the_model_prefers(length: int) -> None:
     """On the small GPUs; wider ones would keep the short form a little longer, and the launches with it."""
     load, layer = Workload(1, length), PUBLISHED.layers[0]
-    ple = [work.linear_short(load.rows, 512, 512), work.rms_norm(load.rows, 512)]  # a layer's share of them, apart
+    ple = [
+        formulas.linear_short(load.rows, 512, 512),
+        formulas.rms_norm(load.rows, 512),
+    ]  # a layer's share of them, apart
     few = [*plans.our_short_layer(PUBLISHED, load, layer, last=False), *ple]
     many = plans.our_layer(PUBLISHED, load, layer, last=False)
     for name in ("M1", "M2", "M4", "M4 Pro"):
@@ -323,11 +331,11 @@ def test_attention_takes_the_form_that_the_model_prefers(load: Workload, layer: 
     heads, keys = plans.heads(layer), load.keys(layer.window)
     span = -(-min(load.rows, 2 * min(load.length, 1025) + 64) // 32) * 32
     products = [
-        work.attention_scores(heads, keys, span=span),
-        work.softmax(heads, keys),
-        work.attention_values(heads, keys),
+        formulas.attention_scores(heads, keys, span=span),
+        formulas.softmax(heads, keys),
+        formulas.attention_values(heads, keys),
     ]
-    split = [work.flash_split(heads, keys)]
+    split = [formulas.flash_split(heads, keys)]
     for device in DEVICES.values():
         assert roofline.total(split, device) < roofline.total(products, device), device.name
     assert attention_metal.form(layer.heads, layer.kv_heads, layer.head_dim, load.length) == "flash_split"
@@ -379,7 +387,7 @@ def test_a_launch_takes_as_long_as_its_busiest_core() -> None:
     device = DEVICES["M4"]
     full = Work("", threadgroups=device.cores, threads=256, multiply_accumulates=1000 * device.cores)
     one_more = Work("", threadgroups=device.cores + 1, threads=256, multiply_accumulates=1000 * (device.cores + 1))
-    seconds = 1000 * work.FLOPS / (device.matrix_peak / device.cores)
+    seconds = 1000 * FLOPS / (device.matrix_peak / device.cores)
     assert roofline.time(full, device).compute == pytest.approx(seconds)
     assert roofline.time(one_more, device).compute == pytest.approx(2 * seconds)
 

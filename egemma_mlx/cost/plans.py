@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from egemma_mlx.config import LayerConfig, TextConfig
-from egemma_mlx.cost import seed, work
-from egemma_mlx.cost.work import Heads, Keys, Work
+from egemma_mlx.cost import attention, products, seed
+from egemma_mlx.cost import rows as by_row
+from egemma_mlx.cost.work import Heads, Keys, Work, tiles
 from egemma_mlx.kernels.linear import SHORT
 from egemma_mlx.packing import bucket
 
@@ -95,17 +96,17 @@ def ours(config: TextConfig, load: Workload) -> list[Work]:
     """Our forward, for packed rows in their bucket."""
     rows, hidden = load.rows, config.hidden_size
     starts = [load.length * i for i in range(load.batch)] + [load.batch * load.length] * (load.slots - load.batch)
-    launches = [*_embed(rows, hidden), work.rms_norm(rows, hidden)]
+    launches = [*_embed(rows, hidden), by_row.rms_norm(rows, hidden)]
     few = rows < SHORT
     if few:  # per-layer embeddings of all layers at once
         ple, layers = config.hidden_size_per_layer_input, len(config.layers)
-        launches += [_linear(rows, hidden, layers * ple), work.rms_norm(rows * layers, ple)]
+        launches += [_linear(rows, hidden, layers * ple), by_row.rms_norm(rows * layers, ple)]
     for index, layer in enumerate(config.layers):
         form = our_short_layer if few else our_layer
         launches += form(config, load, layer, last=index == len(config.layers) - 1)
-    bounds = [work.attention_bounds(rows, starts) for _ in {layer.window for layer in config.layers}]
+    bounds = [attention.attention_bounds(rows, starts) for _ in {layer.window for layer in config.layers}]
     tail = [
-        work.pool(load.lengths, load.slots, hidden),
+        by_row.pool(load.lengths, load.slots, hidden),
         _linear(load.slots, hidden, config.embedding_dim),
         *_normalize(load.slots, config.embedding_dim),
     ]
@@ -117,15 +118,15 @@ def our_layer(config: TextConfig, load: Workload, layer: LayerConfig, *, last: b
     t, hidden, middle, ple = load.rows, config.hidden_size, config.intermediate_size, config.hidden_size_per_layer_input
     h = heads(layer)
     return [
-        work.linear(t, hidden, h.q_width, h.kv_width, h.kv_width),
-        work.qkv_prep(t, h, positions=load.length),
-        work.flash_split(h, load.keys(layer.window)),
-        work.linear_add_norm(t, h.q_width, hidden, next_norm=True),
-        work.gated(t, hidden, middle),
-        work.linear_add_norm(t, middle, hidden),
-        work.linear_rms_norm(t, hidden, ple),
-        work.linear_gelu_mul(t, hidden, ple),
-        work.linear_add_norm(t, ple, hidden, next_norm=not last),
+        products.linear(t, hidden, h.q_width, h.kv_width, h.kv_width),
+        by_row.qkv_prep(t, h, positions=load.length),
+        attention.flash_split(h, load.keys(layer.window)),
+        products.linear_add_norm(t, h.q_width, hidden, next_norm=True),
+        products.gated(t, hidden, middle),
+        products.linear_add_norm(t, middle, hidden),
+        products.linear_rms_norm(t, hidden, ple),
+        products.linear_gelu_mul(t, hidden, ple),
+        products.linear_add_norm(t, ple, hidden, next_norm=not last),
     ]
 
 
@@ -134,22 +135,22 @@ def our_short_layer(config: TextConfig, load: Workload, layer: LayerConfig, *, l
     t, hidden, middle, ple = load.rows, config.hidden_size, config.intermediate_size, config.hidden_size_per_layer_input
     h = heads(layer)
     return [
-        work.linear_short(t, hidden, h.q_width, h.kv_width, h.kv_width),
-        work.qkv_prep(t, h, positions=load.length),
-        work.flash_split(h, load.keys(layer.window)),
-        work.linear_short(t, h.q_width, hidden),
-        work.add_norm(t, hidden, next_norm=True),
-        work.gated_short(t, hidden, middle),
-        work.linear_short(t, middle, hidden),
-        work.add_norm(t, hidden),
-        work.linear_gelu_mul_short(t, hidden, ple),
-        work.linear_short(t, ple, hidden),
-        work.add_norm(t, hidden, next_norm=not last),
+        products.linear_short(t, hidden, h.q_width, h.kv_width, h.kv_width),
+        by_row.qkv_prep(t, h, positions=load.length),
+        attention.flash_split(h, load.keys(layer.window)),
+        products.linear_short(t, h.q_width, hidden),
+        by_row.add_norm(t, hidden, next_norm=True),
+        products.gated_short(t, hidden, middle),
+        products.linear_short(t, middle, hidden),
+        by_row.add_norm(t, hidden),
+        products.linear_gelu_mul_short(t, hidden, ple),
+        products.linear_short(t, ple, hidden),
+        by_row.add_norm(t, hidden, next_norm=not last),
     ]
 
 
 def _linear(rows: int, depth: int, width: int) -> Work:
-    return (work.linear_short if rows < SHORT else work.linear)(rows, depth, width)
+    return (products.linear_short if rows < SHORT else products.linear)(rows, depth, width)
 
 
 def _embed(rows: int, hidden: int) -> Iterator[Work]:
@@ -168,7 +169,7 @@ def moving(name: str, *, load: int, store: int) -> Work:
     """A launch of MLX's own that reads and writes every byte once, 16 bytes a thread."""
     return Work(
         kernel=name,
-        threadgroups=work.tiles(max(load, store), 16 * 256),
+        threadgroups=tiles(max(load, store), 16 * 256),
         threads=256,
         load_bytes=load,
         store_bytes=store,
