@@ -16,8 +16,8 @@ struct Tile {
 
 template <int R, int N>
 METAL_FUNC void clear_tile(thread Tile<R, N>& tile) {
-  for (int i = 0; i < R; ++i) {
-    for (int n = 0; n < N; ++n) {
+  UNROLLED for (int i = 0; i < R; ++i) {
+    UNROLLED for (int n = 0; n < N; ++n) {
       tile.sum[i][n] = zero_fragment();
     }
   }
@@ -77,7 +77,7 @@ METAL_FUNC void share_slice(
   for (int i = thread_index; i < count * (slice_depth / 4); i += threads) {
     const int r = i / (slice_depth / 4), quarter = i % (slice_depth / 4);
     const float4 four = load4_within(in.x, row + r, k + 4 * quarter, in.rows, in.depth, in.depth);
-    for (int j = 0; j < 4; ++j) {
+    UNROLLED for (int j = 0; j < 4; ++j) {
       slice[r * slice_stride + 8 * j + quarter] = four[j];
     }
   }
@@ -88,17 +88,17 @@ template <int R, int N, typename W>
 METAL_FUNC void multiply_shared(
     thread Tile<R, N>& tile, int first, const threadgroup float* slice, Band<W> band, int k, int depth, uint lane) {
   Fours weights[N / 2];
-  for (int n = 0; n < N / 2; ++n) {
+  UNROLLED for (int n = 0; n < N / 2; ++n) {
     weights[n] = weight_fours(band, 8 * n, k, depth, lane);
   }
-  for (int j = 0; j < 4; ++j) {
+  UNROLLED for (int j = 0; j < 4; ++j) {
     simdgroup_float8x8 a[R];
-    for (int i = 0; i < R; ++i) {
+    UNROLLED for (int i = 0; i < R; ++i) {
       simdgroup_load(a[i], slice + 8 * i * slice_stride + 8 * j, slice_stride);
     }
-    for (int n = 0; n < N / 2; ++n) {
+    UNROLLED for (int n = 0; n < N / 2; ++n) {
       const simdgroup_float8x8 b = product_fragment(weights[n], j);
-      for (int i = 0; i < R; ++i) {
+      UNROLLED for (int i = 0; i < R; ++i) {
         simdgroup_multiply_accumulate(tile.sum[i][first + n], a[i], b, tile.sum[i][first + n]);
       }
     }
@@ -109,11 +109,11 @@ METAL_FUNC void multiply_shared(
 template <int R, int N, typename W>
 METAL_FUNC void multiply_own(
     thread Tile<R, N>& tile, int first, thread const Fours* inputs, Band<W> band, int k, int depth, uint lane) {
-  for (int n = 0; n < N / 2; ++n) {
+  UNROLLED for (int n = 0; n < N / 2; ++n) {
     const Fours weights = weight_fours(band, 8 * n, k, depth, lane);
-    for (int j = 0; j < 4; ++j) {
+    UNROLLED for (int j = 0; j < 4; ++j) {
       const simdgroup_float8x8 b = product_fragment(weights, j);
-      for (int i = 0; i < R; ++i) {
+      UNROLLED for (int i = 0; i < R; ++i) {
         const simdgroup_float8x8 a = product_fragment(inputs[i], j);
         simdgroup_multiply_accumulate(tile.sum[i][first + n], a, b, tile.sum[i][first + n]);
       }

@@ -33,9 +33,9 @@ METAL_FUNC FlashRow flash_row(int row, int rows, B bounds, P positions) {
 template <int D, int R, typename Q>
 METAL_FUNC Flash<D, R> flash_begin(Q q, int rows, int stride, uint lane) {
   Flash<D, R> state;
-  for (int r = 0; r < R; ++r) {
+  UNROLLED for (int r = 0; r < R; ++r) {
     const ulong at = ulong(min(8 * r + int(fragment_row(lane)), rows - 1)) * stride + fragment_column(lane);
-    for (int i = 0; i < D / 8; ++i) {
+    UNROLLED for (int i = 0; i < D / 8; ++i) {
       state.q[r][i].thread_elements()[0] = q[at + 8 * i];
       state.q[r][i].thread_elements()[1] = q[at + 8 * i + 1];
       state.out[r][i] = zero_fragment();
@@ -50,16 +50,16 @@ METAL_FUNC Flash<D, R> flash_begin(Q q, int rows, int stride, uint lane) {
 template <int D, int R, int N>
 METAL_FUNC void flash_weigh(thread Flash<D, R>& state, thread simdgroup_float8x8* s, int r, uint met) {
   float top = state.top[r];
-  for (int i = 0; i < N; ++i) {
-    for (int c = 0; c < 2; ++c) {
+  UNROLLED for (int i = 0; i < N; ++i) {
+    UNROLLED for (int c = 0; c < 2; ++c) {
       const float score = s[i].thread_elements()[c];
       top = (met >> (2 * i + c)) & 1 ? max(top, score) : top;
     }
   }
   top = row_max(top);
   float sum = 0.0f;
-  for (int i = 0; i < N; ++i) {
-    for (int c = 0; c < 2; ++c) {
+  UNROLLED for (int i = 0; i < N; ++i) {
+    UNROLLED for (int c = 0; c < 2; ++c) {
       const float score = s[i].thread_elements()[c];
       const float weight = (met >> (2 * i + c)) & 1 ? precise::exp(score - top) : 0.0f;
       s[i].thread_elements()[c] = weight;
@@ -70,7 +70,7 @@ METAL_FUNC void flash_weigh(thread Flash<D, R>& state, thread simdgroup_float8x8
   state.top[r] = top;
   state.sum[r] = state.sum[r] * shrink + row_sum(sum);
   if (simd_any(shrink != 1.0f)) {
-    for (int i = 0; i < D / 8; ++i) {
+    UNROLLED for (int i = 0; i < D / 8; ++i) {
       state.out[r][i].thread_elements()[0] *= shrink;
       state.out[r][i].thread_elements()[1] *= shrink;
     }
@@ -80,10 +80,10 @@ METAL_FUNC void flash_weigh(thread Flash<D, R>& state, thread simdgroup_float8x8
 // Store out / sum at this simdgroup's rows; a row that met no key is 0.
 template <int D, int R>
 METAL_FUNC void flash_end(thread Flash<D, R>& state, device float* out, int rows, int stride, uint lane) {
-  for (int r = 0; r < R; ++r) {
+  UNROLLED for (int r = 0; r < R; ++r) {
     const int row = 8 * r + int(fragment_row(lane));
     const float scale = state.sum[r] > 0.0f ? 1.0f / state.sum[r] : 0.0f;
-    for (int i = 0; i < D / 8; ++i) {
+    UNROLLED for (int i = 0; i < D / 8; ++i) {
       const float2 pair = float2(state.out[r][i].thread_elements()[0], state.out[r][i].thread_elements()[1]);
       if (row < rows) {
         *(device float2*)(out + ulong(row) * stride + 8 * i + fragment_column(lane)) = pair * scale;

@@ -21,24 +21,28 @@ const FlashRow self = flash_row(row + int(fragment_row(lane)), rows, bounds, pos
 for (int key = first_key; key < stop_key; key += block) {
   simdgroup_float8x8 s[block / 8];
   uint met = 0;
-  for (int j = 0; j < block / 8; ++j) {
+  UNROLLED for (int j = 0; j < block / 8; ++j) {
     s[j] = zero_fragment();
     const int first = key + 8 * j;
-    for (int i = 0; first < stop_key && i < D / 8; ++i) {
-      const simdgroup_float8x8 b = keys_fragment(keys + 8 * i, first, rows, stride, lane);
-      simdgroup_multiply_accumulate(s[j], state.q[0][i], b, s[j]);
+    if (first < stop_key) {
+      UNROLLED for (int i = 0; i < D / 8; ++i) {
+        const simdgroup_float8x8 b = keys_fragment(keys + 8 * i, first, rows, stride, lane);
+        simdgroup_multiply_accumulate(s[j], state.q[0][i], b, s[j]);
+      }
     }
-    for (int c = 0; c < 2; ++c) {
+    UNROLLED for (int c = 0; c < 2; ++c) {
       const int column = first + int(fragment_column(lane)) + c;
       met |= uint(meets(column, self.position, self.lo, self.hi, window, positions)) << (2 * j + c);
     }
   }
   flash_weigh<D, 1, block / 8>(state, s, 0, met);
-  for (int j = 0; j < block / 8; ++j) {
+  UNROLLED for (int j = 0; j < block / 8; ++j) {
     const int first = key + 8 * j;
-    for (int i = 0; first < stop_key && i < D / 8; ++i) {
-      const simdgroup_float8x8 b = values_fragment(values + 8 * i, first, rows, stride, lane);
-      simdgroup_multiply_accumulate(state.out[0][i], s[j], b, state.out[0][i]);
+    if (first < stop_key) {
+      UNROLLED for (int i = 0; i < D / 8; ++i) {
+        const simdgroup_float8x8 b = values_fragment(values + 8 * i, first, rows, stride, lane);
+        simdgroup_multiply_accumulate(state.out[0][i], s[j], b, state.out[0][i]);
+      }
     }
   }
 }

@@ -39,11 +39,11 @@ METAL_FUNC int split_place(int row, int key) {
 template <int D, int R, typename Q>
 METAL_FUNC FlashSplit<D, R> split_begin(Q q, thread const ulong* at, uint lane) {
   FlashSplit<D, R> state;
-  for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < D / 256; ++i) {
+  UNROLLED for (int r = 0; r < R; ++r) {
+    UNROLLED for (int i = 0; i < D / 256; ++i) {
       const ulong column = at[r] + 32 * i + 4 * fragment_column(lane);
       const float4 even = load4(q + column), odd = load4(q + column + 4);
-      for (int n = 0; n < 4; ++n) {
+      UNROLLED for (int n = 0; n < 4; ++n) {
         state.q[r][4 * i + n].thread_elements()[0] = even[n];
         state.q[r][4 * i + n].thread_elements()[1] = odd[n];
         state.out[r][4 * i + n] = zero_fragment();
@@ -66,13 +66,13 @@ METAL_FUNC void split_multiply(
   const int key = first + int(fragment_column(lane));
   const ulong even = ulong(min(key, rows - 1)) * stride + 4 * fragment_row(lane);
   const ulong odd = ulong(min(key + 1, rows - 1)) * stride + 4 * fragment_row(lane);
-  for (int i = 0; i < D / 256; ++i) {
+  UNROLLED for (int i = 0; i < D / 256; ++i) {
     const float4 k_even = load4(k + even + 32 * i), k_odd = load4(k + odd + 32 * i);
-    for (int n = 0; n < 4; ++n) {
+    UNROLLED for (int n = 0; n < 4; ++n) {
       simdgroup_float8x8 b;
       b.thread_elements()[0] = k_even[n];
       b.thread_elements()[1] = k_odd[n];
-      for (int r = 0; r < R; ++r) {
+      UNROLLED for (int r = 0; r < R; ++r) {
         simdgroup_multiply_accumulate(s[r], state.q[r][4 * i + n], b, s[r]);
       }
     }
@@ -90,18 +90,18 @@ METAL_FUNC void split_add(
     int stride,
     uint lane) {
   simdgroup_float8x8 p[R], b[2];
-  for (int r = 0; r < R; ++r) {
+  UNROLLED for (int r = 0; r < R; ++r) {
     const float2 pair = *(threadgroup const float2*)(weights + 64 * r * (8 / R) + 2 * lane);
     p[r].thread_elements()[0] = pair[0];
     p[r].thread_elements()[1] = pair[1];
   }
   const ulong at = ulong(min(first + int(fragment_row(lane)), rows - 1)) * stride + 2 * fragment_column(lane);
-  for (int i = 0; i < D / 128; ++i) {
+  UNROLLED for (int i = 0; i < D / 128; ++i) {
     const float4 values = load4(v + at + 16 * i);
-    for (int n = 0; n < 2; ++n) {
+    UNROLLED for (int n = 0; n < 2; ++n) {
       b[n].thread_elements()[0] = values[2 * n];
       b[n].thread_elements()[1] = values[2 * n + 1];
-      for (int r = 0; r < R; ++r) {
+      UNROLLED for (int r = 0; r < R; ++r) {
         simdgroup_multiply_accumulate(state.out[r][2 * i + n], p[r], b[n], state.out[r][2 * i + n]);
       }
     }
@@ -110,7 +110,7 @@ METAL_FUNC void split_add(
 
 template <int D, int R>
 METAL_FUNC void split_scale(thread FlashSplit<D, R>& state, int r, float scale) {
-  for (int i = 0; i < D / 64; ++i) {
+  UNROLLED for (int i = 0; i < D / 64; ++i) {
     state.out[r][i].thread_elements()[0] *= scale;
     state.out[r][i].thread_elements()[1] *= scale;
   }

@@ -28,7 +28,7 @@ const auto values = v + kv_head * D + columns * part;
 // To multiply, a simdgroup has all query rows, and a lane one of each fragment. Rows past the end, and those that a
 // group which does not divide 8·R leaves over, repeat others.
 ulong at[R];
-for (int r = 0; r < R; ++r) {
+UNROLLED for (int r = 0; r < R; ++r) {
   const int own = 8 * r + int(fragment_row(lane));
   at[r] = ulong(min(first + own / group, rows - 1)) * q_stride + (kv_head * group + own % group) * D +
       columns * part;
@@ -42,15 +42,15 @@ const int query = weighed / group < count ? first + weighed / group : rows;
 SplitRow row = {flash_row(query, rows, bounds, positions), -1e30f, 0.0f};
 
 for (int key = first_key; key < stop_key; key += block) {
-  for (int j = 0; j < block / 8; ++j) {
+  UNROLLED for (int j = 0; j < block / 8; ++j) {
     simdgroup_float8x8 s[R];
-    for (int r = 0; r < R; ++r) {
+    UNROLLED for (int r = 0; r < R; ++r) {
       s[r] = zero_fragment();
     }
     if (key + 8 * j < stop_key) {
       split_multiply<D, R>(state, s, keys, key + 8 * j, rows, stride, lane);
     }
-    for (int r = 0; r < R; ++r) {
+    UNROLLED for (int r = 0; r < R; ++r) {
       const float2 pair = float2(s[r].thread_elements()[0], s[r].thread_elements()[1]);
       *(threadgroup float2*)(parts + split_scores * part + 64 * (r * (block / 8) + j) + 2 * lane) = pair;
     }
@@ -58,7 +58,7 @@ for (int key = first_key; key < stop_key; key += block) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   float2 pair = float2(0.0f);
-  for (int i = 0; i < split_simdgroups; ++i) {
+  UNROLLED for (int i = 0; i < split_simdgroups; ++i) {
     pair += *(threadgroup float2*)(parts + split_scores * i + place);
   }
   const int own_key = key + key_offset;
@@ -71,13 +71,13 @@ for (int key = first_key; key < stop_key; key += block) {
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (int r = 0; r < R; ++r) {
+  UNROLLED for (int r = 0; r < R; ++r) {
     const float factor = shrinks[8 * r + int(fragment_row(lane))];
     if (simd_any(factor != 1.0f)) {
       split_scale(state, r, factor);
     }
   }
-  for (int j = 0; j < block / 8; ++j) {
+  UNROLLED for (int j = 0; j < block / 8; ++j) {
     if (key + 8 * j < stop_key) {
       split_add<D, R>(state, weights + 64 * j, values, key + 8 * j, rows, stride, lane);
     }
@@ -93,12 +93,12 @@ if (key_offset == 0) {
   scales[weighed] = sum > 0.0f ? 1.0f / sum : 0.0f;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-for (int r = 0; r < R; ++r) {
+UNROLLED for (int r = 0; r < R; ++r) {
   const int own = 8 * r + int(fragment_row(lane));
   split_scale(state, r, scales[own]);
-  for (int i = 0; i < D / 128; ++i) {
+  UNROLLED for (int i = 0; i < D / 128; ++i) {
     float4 quad;
-    for (int n = 0; n < 2; ++n) {
+    UNROLLED for (int n = 0; n < 2; ++n) {
       quad[2 * n] = state.out[r][2 * i + n].thread_elements()[0];
       quad[2 * n + 1] = state.out[r][2 * i + n].thread_elements()[1];
     }

@@ -24,7 +24,7 @@ const int own_first = row < rows ? bounds[2 * row] : 0, own_stop = row < rows ? 
 const ulong at = ulong(from) * q_stride + head * D;
 Flash<D, R> state = flash_begin<D, R>(q + at, rows - from, q_stride, lane);
 FlashRow self[R];
-for (int r = 0; r < R; ++r) {
+UNROLLED for (int r = 0; r < R; ++r) {
   self[r] = flash_row(row + 8 * r + int(fragment_row(lane)), rows, bounds, positions);
 }
 
@@ -44,20 +44,20 @@ for (int key = first_key; key < stop_key; key += BLOCK) {
 
   if (key < own_stop && key + BLOCK > own_first) {
     simdgroup_float8x8 s[R][BLOCK / 8], b;
-    for (int j = 0; j < BLOCK / 8; ++j) {
-      for (int r = 0; r < R; ++r) {
+    UNROLLED for (int j = 0; j < BLOCK / 8; ++j) {
+      UNROLLED for (int r = 0; r < R; ++r) {
         s[r][j] = zero_fragment();
       }
-      for (int i = 0; i < D / 8; ++i) {
+      UNROLLED for (int i = 0; i < D / 8; ++i) {
         simdgroup_load(b, k_tile + 8 * j * wide + 8 * i, wide, ulong2(0, 0), true);
-        for (int r = 0; r < R; ++r) {
+        UNROLLED for (int r = 0; r < R; ++r) {
           simdgroup_multiply_accumulate(s[r][j], state.q[r][i], b, s[r][j]);
         }
       }
     }
-    for (int r = 0; r < R; ++r) {
+    UNROLLED for (int r = 0; r < R; ++r) {
       uint met = 0;
-      for (int c = 0; c < BLOCK / 4; ++c) {
+      UNROLLED for (int c = 0; c < BLOCK / 4; ++c) {
         const int column = 8 * (c / 2) + int(fragment_column(lane)) + c % 2;
         const bool meets_key =
             meets(column, self[r].position, self[r].lo - key, self[r].hi - key, window, positions_tile);
@@ -65,10 +65,10 @@ for (int key = first_key; key < stop_key; key += BLOCK) {
       }
       flash_weigh<D, R, BLOCK / 8>(state, s[r], r, met);
     }
-    for (int j = 0; j < BLOCK / 8; ++j) {
-      for (int i = 0; i < D / 8; ++i) {
+    UNROLLED for (int j = 0; j < BLOCK / 8; ++j) {
+      UNROLLED for (int i = 0; i < D / 8; ++i) {
         simdgroup_load(b, v_tile + 8 * j * wide + 8 * i, wide);
-        for (int r = 0; r < R; ++r) {
+        UNROLLED for (int r = 0; r < R; ++r) {
           simdgroup_multiply_accumulate(state.out[r][i], s[r][j], b, state.out[r][i]);
         }
       }

@@ -16,9 +16,9 @@ shared_product<64>(
     tile, Inputs<decltype(x)>{x, rows, x_shape[1]}, Band<decltype(gate)>{gate, columns, column},
     Band<decltype(gate)>{up, columns, column}, self, slices);
 
-for (int i = 0; i < 4; ++i) {
+UNROLLED for (int i = 0; i < 4; ++i) {
   const int r = row + 8 * i + int(fragment_row(lane));
-  for (int n = 0; n < 4; ++n) {
+  UNROLLED for (int n = 0; n < 4; ++n) {
     const int c = column + 8 * n + int(fragment_column(lane));
     const float2 g = pair_of(tile.sum[i][n]), u = pair_of(tile.sum[i][n + 4]);
     if (r < rows && c < columns) {

@@ -51,7 +51,7 @@ METAL_FUNC int blocked(int row, int column, int width) {
 template <bool NN, typename X, typename W>
 METAL_FUNC GemmSlice gemm_read(X x, W w, int k, GemmShape shape, GemmThread self) {
   GemmSlice slice;
-  for (int i = 0; i < gemm_loads; ++i) {
+  UNROLLED for (int i = 0; i < gemm_loads; ++i) {
     const int2 xp = load_place(self.index, i, gemm_slice);
     slice.x[i] = load4_within(x, self.row + xp[0], k + xp[1], shape.rows, shape.depth, shape.x_stride);
     const int2 wp = load_place(self.index, i, NN ? gemm_tile : gemm_slice);
@@ -64,7 +64,7 @@ METAL_FUNC GemmSlice gemm_read(X x, W w, int k, GemmShape shape, GemmThread self
 
 template <bool NN>
 METAL_FUNC void gemm_share(GemmSlice slice, GemmThread self, threadgroup float* x_tile, threadgroup float* w_tile) {
-  for (int i = 0; i < gemm_loads; ++i) {
+  UNROLLED for (int i = 0; i < gemm_loads; ++i) {
     const int2 xp = load_place(self.index, i, gemm_slice);
     *(threadgroup float4*)(x_tile + blocked(xp[0], xp[1], gemm_slice)) = slice.x[i];
     const int2 wp = load_place(self.index, i, NN ? gemm_tile : gemm_slice);
@@ -86,8 +86,8 @@ METAL_FUNC void gemm(
   const bool busy = self.row + rows < shape.rows && self.column + columns < shape.columns;
 
   simdgroup_float8x8 sum[4][4];
-  for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < 4; ++j) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
+    UNROLLED for (int j = 0; j < 4; ++j) {
       sum[i][j] = zero_fragment();
     }
   }
@@ -100,16 +100,16 @@ METAL_FUNC void gemm(
     slice = gemm_read<NN>(x, w, k + gemm_slice, shape, self);
     for (int block = 0; busy && block < gemm_slice; block += 8) {
       simdgroup_float8x8 a[4], b;
-      for (int i = 0; i < 4; ++i) {
+      UNROLLED for (int i = 0; i < 4; ++i) {
         simdgroup_load(a[i], x_tile + blocked(rows + 8 * i, block, gemm_slice), 8);
       }
-      for (int j = 0; j < 4; ++j) {
+      UNROLLED for (int j = 0; j < 4; ++j) {
         if (NN) {
           simdgroup_load(b, w_tile + blocked(block, columns + 8 * j, gemm_tile), 8);
         } else {
           simdgroup_load(b, w_tile + blocked(columns + 8 * j, block, gemm_slice), 8, ulong2(0, 0), true);
         }
-        for (int i = 0; i < 4; ++i) {
+        UNROLLED for (int i = 0; i < 4; ++i) {
           simdgroup_multiply_accumulate(sum[i][j], a[i], b, sum[i][j]);
         }
       }
@@ -118,8 +118,8 @@ METAL_FUNC void gemm(
 
   const int row = self.row + rows + int(fragment_row(self.lane));
   const int column = self.column + columns + int(fragment_column(self.lane));
-  for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < 4; ++j) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
+    UNROLLED for (int j = 0; j < 4; ++j) {
       const float2 pair = float2(sum[i][j].thread_elements()[0], sum[i][j].thread_elements()[1]);
       if (row + 8 * i < shape.rows && column + 8 * j < shape.columns) {
         *(device float2*)(y + ulong(row + 8 * i) * shape.y_stride + column + 8 * j) = pair;

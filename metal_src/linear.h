@@ -6,9 +6,9 @@ METAL_FUNC void linear_tile(
   const Band<W> low = {w, columns, column}, high = {w, columns, column + 32};
   Tile<4, 8> tile;
   shared_product<64>(tile, Inputs<X>{x, rows, depth}, low, high, self, slices);
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     const int row = self.row + 8 * i + int(fragment_row(self.lane));
-    for (int n = 0; n < 8; ++n) {
+    UNROLLED for (int n = 0; n < 8; ++n) {
       const int c = pair_column(low, high, n, self.lane);
       const float2 pair = pair_of(tile.sum[i][n]);
       if (row < rows && c < columns) {

@@ -15,9 +15,9 @@ const SharedThread self = {int(thread_index_in_threadgroup), 256, lane, first_ro
 Tile<4, 8> tile;
 shared_product<64>(tile, Inputs<decltype(x)>{x, rows, x_shape[1]}, low, high, self, slices);
 
-for (int i = 0; i < 4; ++i) {
+UNROLLED for (int i = 0; i < 4; ++i) {
   const int r = row + 8 * i + int(fragment_row(lane));
-  for (int n = 0; n < 8; ++n) {
+  UNROLLED for (int n = 0; n < 8; ++n) {
     const int c = pair_column(low, high, n, lane);
     const float2 pair = pair_of(tile.sum[i][n]);
     if (r < rows && c < columns) {

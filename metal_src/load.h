@@ -4,6 +4,9 @@
 #include <metal_stdlib>
 using namespace metal;
 
+// For loops over what a lane holds in registers, which an index that is not constant would send to memory.
+#define UNROLLED _Pragma("clang loop unroll(full)")
+
 METAL_FUNC float4 widened(float4 v) {
   return v;
 }

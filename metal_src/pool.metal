@@ -17,7 +17,7 @@ const int start = clamp(segments[2 * segment], 0, rows);
 const int stop = min(start + max(segments[2 * segment + 1], 0), rows);
 
 Row<D> sum;
-for (uint i = 0; i < (D + 127) / 128; ++i) {
+UNROLLED for (uint i = 0; i < (D + 127) / 128; ++i) {
   sum.slot[i] = float4(0.0f);
 }
 uint count = 0;
@@ -25,7 +25,7 @@ for (int t = start + int(group); t < stop; t += groups) {
   if (positions[t] >= 0) {
     const Row<D> row = load_row<D>(h + ulong(t) * D, lane);
     const float scale = inverse_rms<D>(row, eps);
-    for (uint i = 0; i < (D + 127) / 128; ++i) {
+    UNROLLED for (uint i = 0; i < (D + 127) / 128; ++i) {
       sum.slot[i] += row.slot[i] * scale;
     }
     ++count;
@@ -35,7 +35,7 @@ for (int t = start + int(group); t < stop; t += groups) {
 if (lane == 0) {
   counts[group] = count;
 }
-for (uint i = 0; i < (D + 127) / 128; ++i) {
+UNROLLED for (uint i = 0; i < (D + 127) / 128; ++i) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   *(threadgroup float4*)(sums + 128 * group + 4 * lane) = sum.slot[i];
   threadgroup_barrier(mem_flags::mem_threadgroup);

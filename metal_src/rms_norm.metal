@@ -14,7 +14,7 @@ const float scale = inverse_rms<D>(row, eps);
 if (WEIGHTED) {
   row = weighted<D>(row, scale, w, lane);
 } else {
-  for (uint i = 0; i < (D + 127) / 128; ++i) {
+  UNROLLED for (uint i = 0; i < (D + 127) / 128; ++i) {
     row.slot[i] *= scale;
   }
 }

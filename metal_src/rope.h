@@ -19,7 +19,7 @@ template <int D, int SECTION>
 METAL_FUNC Pairs<D> load_head(const device float* x, float eps, uint lane) {
   Pairs<D> head;
   float square = 0.0f;
-  for (uint i = 0; i < (D / 2 + 127) / 128; ++i) {
+  UNROLLED for (uint i = 0; i < (D / 2 + 127) / 128; ++i) {
     const uint pair = 4 * lane + 128 * i;
     if (pair < D / 2) {
       head.low[i] = load4(x + low_channel<SECTION>(pair));
@@ -33,7 +33,7 @@ METAL_FUNC Pairs<D> load_head(const device float* x, float eps, uint lane) {
 
 template <int D, int SECTION>
 METAL_FUNC void store_normed(Pairs<D> head, device float* y, uint lane) {
-  for (uint i = 0; i < (D / 2 + 127) / 128; ++i) {
+  UNROLLED for (uint i = 0; i < (D / 2 + 127) / 128; ++i) {
     const uint pair = 4 * lane + 128 * i;
     if (pair < D / 2) {
       store4(y + low_channel<SECTION>(pair), head.low[i] * head.inverse);
@@ -44,7 +44,7 @@ METAL_FUNC void store_normed(Pairs<D> head, device float* y, uint lane) {
 
 template <int D, int SECTION, typename W, typename A>
 METAL_FUNC void store_rotated(Pairs<D> head, W w, A cos, A sin, device float* y, uint lane) {
-  for (uint i = 0; i < (D / 2 + 127) / 128; ++i) {
+  UNROLLED for (uint i = 0; i < (D / 2 + 127) / 128; ++i) {
     const uint pair = 4 * lane + 128 * i;
     if (pair < D / 2) {
       const uint channel = low_channel<SECTION>(pair);

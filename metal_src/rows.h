@@ -14,7 +14,7 @@ METAL_FUNC uint row_column(uint lane, uint slot) {
 template <int D, typename P>
 METAL_FUNC Row<D> load_row(P x, uint lane) {
   Row<D> row;
-  for (uint i = 0; i < (D + 127) / 128; ++i) {
+  UNROLLED for (uint i = 0; i < (D + 127) / 128; ++i) {
     const uint column = row_column<D>(lane, i);
     row.slot[i] = column < D ? load4(x + column) : float4(0.0f);
   }
@@ -23,7 +23,7 @@ METAL_FUNC Row<D> load_row(P x, uint lane) {
 
 template <int D>
 METAL_FUNC void store_row(device float* y, Row<D> row, uint lane) {
-  for (uint i = 0; i < (D + 127) / 128; ++i) {
+  UNROLLED for (uint i = 0; i < (D + 127) / 128; ++i) {
     const uint column = row_column<D>(lane, i);
     if (column < D) {
       store4(y + column, row.slot[i]);
@@ -35,7 +35,7 @@ METAL_FUNC void store_row(device float* y, Row<D> row, uint lane) {
 template <int D>
 METAL_FUNC float inverse_rms(Row<D> row, float eps) {
   float square = 0.0f;
-  for (uint i = 0; i < (D + 127) / 128; ++i) {
+  UNROLLED for (uint i = 0; i < (D + 127) / 128; ++i) {
     square += dot(row.slot[i], row.slot[i]);
   }
   return precise::rsqrt(simd_sum(square) / float(D) + eps);
@@ -44,7 +44,7 @@ METAL_FUNC float inverse_rms(Row<D> row, float eps) {
 // row·scale·w
 template <int D, typename P>
 METAL_FUNC Row<D> weighted(Row<D> row, float scale, P w, uint lane) {
-  for (uint i = 0; i < (D + 127) / 128; ++i) {
+  UNROLLED for (uint i = 0; i < (D + 127) / 128; ++i) {
     const uint column = row_column<D>(lane, i);
     if (column < D) {
       row.slot[i] = row.slot[i] * scale * load4(w + column);

@@ -13,14 +13,14 @@ METAL_FUNC void short_product(
   clear_tile(tile);
   for (int k = slice_depth * group; k < in.depth; k += slice_depth * short_groups) {
     Fours inputs[R];
-    for (int i = 0; i < R; ++i) {
+    UNROLLED for (int i = 0; i < R; ++i) {
       inputs[i] = input_fours(in, row + 8 * i, k, lane);
     }
     multiply_own(tile, 0, inputs, low, k, in.depth, lane);
     multiply_own(tile, N / 2, inputs, high, k, in.depth, lane);
   }
-  for (int i = 0; i < R; ++i) {
-    for (int n = 0; n < N; ++n) {
+  UNROLLED for (int i = 0; i < R; ++i) {
+    UNROLLED for (int n = 0; n < N; ++n) {
       simdgroup_store(tile.sum[i][n], sums + 8 * N * (8 * R * group + 8 * i) + 8 * n, 8 * N);
     }
   }
@@ -31,7 +31,7 @@ METAL_FUNC void short_product(
 template <int R, int N>
 METAL_FUNC float short_sum(const threadgroup float* sums, int row, int column) {
   float total = 0.0f;
-  for (int g = 0; g < short_groups; ++g) {
+  UNROLLED for (int g = 0; g < short_groups; ++g) {
     total += sums[8 * N * (8 * R * g + row) + column];
   }
   return total;

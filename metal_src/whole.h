@@ -7,9 +7,9 @@ enum : int { whole_rows = 32, most_groups = 8 };
 // 1/rms of the four rows of which this lane holds pairs: (Σ y² / width + eps)^−½. `sums` is [8, 32], written here alone.
 METAL_FUNC float4 whole_inverse_rms(
     thread Tile<4, 8>& tile, threadgroup float* sums, float width, float eps, uint group, uint groups, uint lane) {
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     float square = 0.0f;
-    for (int n = 0; n < 8; ++n) {
+    UNROLLED for (int n = 0; n < 8; ++n) {
       const float2 pair = pair_of(tile.sum[i][n]);
       square += pair[0] * pair[0] + pair[1] * pair[1];
     }
@@ -20,7 +20,7 @@ METAL_FUNC float4 whole_inverse_rms(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float4 inverse;
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     float total = 0.0f;
     for (uint g = 0; g < groups; ++g) {
       total += sums[whole_rows * g + 8 * i + fragment_row(lane)];
@@ -41,9 +41,9 @@ template <typename H, typename W>
 METAL_FUNC void whole_residual(
     thread Tile<4, 8>& tile, H h, W w, float post, float4 inverse, int row, int column, int rows, int columns,
     uint lane) {
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     const int r = row + 8 * i + int(fragment_row(lane));
-    for (int n = 0; n < 8; ++n) {
+    UNROLLED for (int n = 0; n < 8; ++n) {
       const int c = column + 8 * n + int(fragment_column(lane));
       float2 pair = pair_of(tile.sum[i][n]) * inverse[i];
       if (r < rows && c < columns) {
@@ -58,9 +58,9 @@ METAL_FUNC void whole_residual(
 
 METAL_FUNC void whole_store(
     thread Tile<4, 8>& tile, device float* y, int row, int column, int rows, int columns, uint lane) {
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     const int r = row + 8 * i + int(fragment_row(lane));
-    for (int n = 0; n < 8; ++n) {
+    UNROLLED for (int n = 0; n < 8; ++n) {
       const int c = column + 8 * n + int(fragment_column(lane));
       const float2 pair = pair_of(tile.sum[i][n]);
       if (r < rows && c < columns) {
@@ -75,9 +75,9 @@ template <typename W>
 METAL_FUNC void whole_store_normed(
     thread Tile<4, 8>& tile, device float* y, W w, float4 inverse, int row, int column, int rows, int columns,
     uint lane) {
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     const int r = row + 8 * i + int(fragment_row(lane));
-    for (int n = 0; n < 8; ++n) {
+    UNROLLED for (int n = 0; n < 8; ++n) {
       const int c = column + 8 * n + int(fragment_column(lane));
       const float2 pair = pair_of(tile.sum[i][n]) * inverse[i];
       if (r < rows && c < columns) {

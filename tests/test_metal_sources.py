@@ -50,6 +50,8 @@ KNOWN = {
     "vec": "dot.h",
     # attributes (MLX writes them into the signature), flags and macros
     "METAL_FUNC": "utils.h",
+    "_Pragma": "steel/defines.h",
+    "unroll": "steel/defines.h",
     "mem_flags::mem_threadgroup": "seed",
     "simdgroup_index_in_threadgroup": "seed",
     "thread_index_in_simdgroup": "seed",
