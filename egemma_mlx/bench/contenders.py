@@ -24,14 +24,9 @@ from egemma_mlx.kernels.backend import Backend
 from egemma_mlx.loading import Precision, load
 from egemma_mlx.models.encoder import EmbeddingGemma2, normalize
 from egemma_mlx.packing import pack, token_batches
+from egemma_mlx.simulator.call import VIEWS
 
 Vectors = NDArray[np.float32]
-
-# Operations that make a new view of an array, or nothing at all, and no launch.
-_VIEWS = frozenset({
-    "AsStrided", "Broadcast", "BroadcastAxes", "ExpandDims", "Flatten", "NumberOfElements", "Reshape", "Slice", "Split",
-    "Squeeze", "StopGradient", "Transpose", "Unflatten", "View",
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,5 +148,5 @@ def _traced(function: Callable[[mx.array], mx.array], tokens: mx.array) -> Launc
             names.append(event["name"])
 
     mx.export_function(note, function, tokens)
-    custom, views = names.count("CustomKernel"), sum(name in _VIEWS for name in names)
+    custom, views = names.count("CustomKernel"), sum(name in VIEWS for name in names)
     return Launches(custom, len(names) - custom - views, views)

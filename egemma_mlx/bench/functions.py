@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,6 @@ from mlx.utils import tree_flatten
 
 from egemma_mlx.bench.ceilings import seconds
 from egemma_mlx.bench.workloads import Ids
-from egemma_mlx.kernels import Kernels
 from egemma_mlx.models.encoder import EmbeddingGemma2
 from egemma_mlx.packing import pack
 
@@ -132,8 +131,7 @@ def _calls(model: EmbeddingGemma2, texts: Sequence[Ids]) -> list[_Call]:
 
         return run
 
-    functions = [field.name for field in fields(Kernels) if field.name != "name"]
-    spies: dict[str, Any] = {name: recorded(name, getattr(model.kernels, name)) for name in functions}
+    spies: dict[str, Any] = {name: recorded(name, function) for name, function in model.kernels.functions().items()}
     twin = EmbeddingGemma2(model.config, replace(model.kernels, **spies), model.compiled)
     twin.update(model.parameters())
     twin._compiled = twin._traced  # the batch as the compiled forward takes it, yet of arrays that can be kept

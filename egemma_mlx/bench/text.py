@@ -176,7 +176,7 @@ def _profile(folder: str) -> dict[str, dict[str, float]]:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from egemma_mlx.kernels import OPS
+    from egemma_mlx.kernels import OPS, fused
     from egemma_mlx.loading import load
     from egemma_mlx.packing import pack
 
@@ -196,10 +196,10 @@ def _profile(folder: str) -> dict[str, dict[str, float]]:
 
     spent: dict[str, float] = defaultdict(float)
     model, tokenizer = load(folder, compiled=False)
-    functions: dict[str, Any] = {
-        field.name: timed(field.name, getattr(OPS, field.name)) for field in dataclasses.fields(OPS)[1:]
-    }
-    model.kernels = dataclasses.replace(OPS, **functions)
+    functions: dict[str, Any] = {name: timed(name, function) for name, function in OPS.functions().items()}
+    # What is composed of them is timed by its parts.
+    parts = fused.Parts(*(functions[name] for name in fused.Parts._fields))
+    model.kernels = dataclasses.replace(OPS, **functions | fused.composed(parts))
     shares = {}
     for workload, (counts, _) in list(_WORKLOADS.items())[:2]:
         batch = pack(tokenizer.ids(_texts(folder, counts)).ids)

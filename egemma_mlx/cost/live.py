@@ -6,8 +6,7 @@ import math
 from collections import defaultdict
 
 from egemma_mlx.simulator import Graph
-
-_VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unflatten"}
+from egemma_mlx.simulator.call import VIEWS
 
 
 def peak_live_bytes(graph: Graph) -> int:
@@ -40,6 +39,6 @@ def _adopt(owners: dict[str, str], primitive: str, inputs: tuple[str, ...], outp
     """Whether a node's outputs are activations, whose owners it notes."""
     if not any(name in owners for name in inputs):
         return False
-    shown = owners.get(inputs[0]) if primitive in _VIEWS else None
+    shown = owners.get(inputs[0]) if primitive in VIEWS else None
     owners |= {name: shown or name for name in outputs}
     return True

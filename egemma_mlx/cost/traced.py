@@ -35,9 +35,8 @@ from egemma_mlx.kernels.library import Library
 from egemma_mlx.models.text import RopeTables, TextModel, project
 from egemma_mlx.packing import pack
 from egemma_mlx.simulator import Graph, trace
-from egemma_mlx.simulator.call import Node, Spec
+from egemma_mlx.simulator.call import VIEWS, Node, Spec
 
-_VIEWS = {"Reshape", "Transpose", "Broadcast", "ExpandDims", "Squeeze", "Flatten", "Unflatten", "Slice", "View"}
 _ALONE = {"Matmul", "Softmax", "Reduce", "ArgReduce", "Gather", "Concatenate", "CustomKernel"}
 
 
@@ -84,7 +83,7 @@ def launches(graph: Graph) -> Iterator[Work]:
     groups = _Groups()
     for node in graph.nodes:
         specs.update(node.outputs)
-        if node.primitive in _VIEWS:
+        if node.primitive in VIEWS:
             for name in node.outputs:
                 source[name] = source.get(node.inputs[0], node.inputs[0])
                 level[name] = level[source[name]]

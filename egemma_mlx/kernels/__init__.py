@@ -7,7 +7,7 @@ form, which launches a body of `metal_src/`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,11 @@ class Kernels:
     linear_add_norm: Callable[..., Any]
     grids: bool = False
     """Traces depend on how long segments are (`packing.Grid`), which plain operations need for their sizes."""
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The kernel functions by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if callable(value)}
 
 
 OPS = Kernels(

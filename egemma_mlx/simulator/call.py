@@ -77,6 +77,13 @@ class KernelCall:
     init_value: float | None = None
 
 
+VIEWS = frozenset({
+    "AsStrided", "Broadcast", "BroadcastAxes", "ExpandDims", "Flatten", "NumberOfElements", "Reshape", "Slice", "Split",
+    "Squeeze", "StopGradient", "Transpose", "Unflatten", "View",
+})  # fmt: skip
+"""Primitives that make a new view of their first input, or nothing at all, and no launch."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One primitive of a graph; arrays go by name."""
