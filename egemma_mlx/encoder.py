@@ -101,7 +101,8 @@ class Encoder:
                 f"{truncated} of {len(ids)} texts cut to {max_length or self.tokenizer.max_length} tokens", stacklevel=2
             )
         budget = _positive(batch_tokens, "batch_tokens") or default_batch_tokens()
-        batches = list(token_batches([len(x) for x in ids], budget, _positive(batch_size, "batch_size")))
+        size, apart = _positive(batch_size, "batch_size"), self.model.kernels.apart
+        batches = list(token_batches([len(x) for x in ids], budget, size, apart=apart))
         pooled = np.zeros((len(ids), self.get_embedding_dimension()), np.float32)
 
         def run(batch: list[int]) -> tuple[list[int], NDArray[np.float32]]:

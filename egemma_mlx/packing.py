@@ -59,6 +59,11 @@ class Packed:
     def rows(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest text; where only the device knows, of the longest that there may be."""
+        return self.span if self.lengths is None else min(filter(None, self.lengths), default=0)
+
     def anonymous(self) -> Packed:
         """The same batch without what a trace must not know: host lengths; the span in powers of eight."""
         return replace(self, lengths=None, dense=False, span=_at_least(self.span, 64, 8))
@@ -182,11 +187,13 @@ def unpack(rows: mx.array, index: np.ndarray) -> mx.array:
     return mx.where(mx.array(index >= 0)[..., None], rows[safe], mx.zeros((), rows.dtype))
 
 
-def token_batches(lengths: Sequence[int], batch_tokens: int, batch_size: int | None = None) -> Iterator[list[int]]:
+def token_batches(
+    lengths: Sequence[int], batch_tokens: int, batch_size: int | None = None, *, apart: int = 0
+) -> Iterator[list[int]]:
     """Cut texts into batches of at most `batch_tokens` tokens (and `batch_size` texts), longest first.
 
     Texts in one batch have similar lengths, and the caller puts results back by index. A text longer than the budget
-    is a batch of its own.
+    is a batch of its own, and those shorter than `apart` are in no batch with longer ones.
 
     Yields:
         Lists of indices into `lengths`.
@@ -196,7 +203,7 @@ def token_batches(lengths: Sequence[int], batch_tokens: int, batch_size: int | N
     total = 0
     for index in order:
         full = total + lengths[index] > batch_tokens or (batch_size is not None and len(batch) == batch_size)
-        if batch and full:
+        if batch and (full or lengths[index] < apart <= lengths[batch[-1]]):
             yield batch
             batch, total = [], 0
         batch.append(index)

@@ -67,7 +67,7 @@ def ours(folder: Path, backend: Backend, precision: Precision) -> Contender:
 
     def embed(texts: Sequence[Ids]) -> Vectors:
         vectors = np.zeros((len(texts), model.config.text.embedding_dim), np.float32)
-        batches = list(_batches(texts))
+        batches = list(_batches(texts, model.kernels.apart))
         for batch, rows in lanes.run(lambda batch: (batch, run([texts[i] for i in batch])), batches):
             vectors[batch] = rows
         return vectors
@@ -123,8 +123,8 @@ def text_model(contender: Contender) -> EmbeddingGemma2:
     return contender.model
 
 
-def _batches(texts: Sequence[Ids]) -> Iterator[list[int]]:
-    return token_batches([len(ids) for ids in texts], default_batch_tokens())
+def _batches(texts: Sequence[Ids], apart: int = 0) -> Iterator[list[int]]:
+    return token_batches([len(ids) for ids in texts], default_batch_tokens(), apart=apart)
 
 
 def _padded(texts: Sequence[Ids]) -> tuple[mx.array, mx.array]:

@@ -131,11 +131,13 @@ def _calls(model: EmbeddingGemma2, texts: Sequence[Ids]) -> list[_Call]:
 
         return run
 
-    spies: dict[str, Any] = {name: recorded(name, function) for name, function in model.kernels.functions().items()}
-    twin = EmbeddingGemma2(model.config, replace(model.kernels, **spies), model.compiled)
+    packed = pack(texts)
+    kernels = model.kernels.of(packed)
+    spies: dict[str, Any] = {name: recorded(name, function) for name, function in kernels.functions().items()}
+    twin = EmbeddingGemma2(model.config, replace(kernels, **spies, exact=None), model.compiled)
     twin.update(model.parameters())
     twin._compiled = twin._traced  # the batch as the compiled forward takes it, yet of arrays that can be kept
-    mx.eval(twin.pooled(pack(texts)))
+    mx.eval(twin.pooled(packed))
     return [call for call in found.values() if call()]  # a plan that the host makes is no array
 
 

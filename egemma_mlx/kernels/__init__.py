@@ -13,6 +13,7 @@ from typing import Any
 
 from egemma_mlx.kernels import attention, attention_metal, fused, gelu, linear, norm, pool, qkv
 from egemma_mlx.kernels.library import Library
+from egemma_mlx.packing import Packed
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,15 @@ class Kernels:
     linear_add_norm: Callable[..., Any]
     grids: bool = False
     """Traces depend on how long segments are (`packing.Grid`), which plain operations need for their sizes."""
+    exact: Kernels | None = None
+    """Of a set that rounds: the one for batches with a text of fewer than `apart` tokens, or few rows."""
+    apart: int = 0
+
+    def of(self, packed: Packed) -> Kernels:
+        """The set that runs this batch."""
+        if self.exact is None or (packed.shortest >= self.apart and packed.rows >= linear.SHORT):
+            return self
+        return self.exact
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The kernel functions by name."""

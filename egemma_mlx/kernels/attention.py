@@ -10,6 +10,7 @@ packed rows: keys are chosen by row (a superset) and masked by position.
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 from typing import NamedTuple
 
@@ -54,14 +55,12 @@ class Blocks(NamedTuple):
 
     Attributes:
         rows: of the batch.
-        near: [blocks, block + 2·reach] row numbers in a batch with `reach` rows before its first.
         allowed: [blocks, block, block + 2·reach].
     """
 
     rows: int
     block: int
     reach: int
-    near: mx.array
     allowed: mx.array
 
 
@@ -111,10 +110,10 @@ def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan) -> mx.array:
         [T, heads·head_dim] float32.
     """
     check_heads(q, k, v, plan.rows)
-    if isinstance(plan, Gridded):
-        return _over_grid(q, k, v, plan)
     rows, kv_heads, head_dim = k.shape
     q, k, v = (x.transpose(1, 0, 2).reshape(kv_heads, -1, rows, head_dim) for x in (q, k, v))
+    if isinstance(plan, Gridded):
+        return _over_grid(q, k, v, plan)
     return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan.runs)
 
 
@@ -206,56 +205,52 @@ def _owners(packed: Packed) -> mx.array:
 
 
 def _over_grid(q: mx.array, k: mx.array, v: mx.array, plan: Gridded) -> mx.array:
-    """[T, heads, head_dim] → [T, heads·head_dim]."""
-    (segments, length), (kv_heads, head_dim) = plan.grid, k.shape[1:]
-
-    def side_by_side(x: mx.array) -> mx.array:
-        """[segments, kv_heads, heads of a group·length, head_dim]."""
-        grouped = x.reshape(segments, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-        return grouped.reshape(segments, kv_heads, -1, head_dim)
-
-    q, k, v = map(side_by_side, (q, k, v))
-    scores = (q @ k.swapaxes(-1, -2)).reshape(segments, kv_heads, -1, length, length)
-    if plan.allowed is not None:
-        scores = mx.where(plan.allowed[:, None, None], scores, _MASKED)
-    weights = mx.softmax(scores, axis=-1).reshape(segments, kv_heads, -1, length)
-    out = (weights @ v).reshape(segments, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(segments * length, -1)
+    """[kv_heads, group, T, head_dim] → [T, heads·head_dim]."""
+    shape = (*plan.grid, q.shape[-1])
+    qs, ks, vs = (x.reshape(*x.shape[:2], *shape) for x in (q, k, v))
+    return _rows_first(_attend(qs, ks, vs, plan.allowed).reshape(q.shape))
 
 
 def _blocks(packed: Packed, window: int | None) -> Blocks:
     rows = packed.rows
     reach = min(packed.span if window is None else min(window, packed.span), rows)
     block = min(_BLOCK, rows)
-    count = -(-rows // block)
-    tail = count * block - rows
-    near = mx.arange(count)[:, None] * block + mx.arange(block + 2 * reach)[None, :]
 
     def pairs(x: mx.array) -> tuple[mx.array, mx.array]:
-        outside = mx.array(-1, x.dtype)
-        here = mx.pad(x, (0, tail), constant_values=outside).reshape(count, block, 1)
-        return here, mx.take(mx.pad(x, (reach, reach + tail), constant_values=outside), near)[:, None, :]
+        here, there = _blocked(x[:, None], block, reach, -1)
+        return here, there.swapaxes(-1, -2)
 
     owner_here, owner_there = pairs(mx.where(packed.positions >= 0, _owners(packed), -1))
     allowed = (owner_here == owner_there) & (owner_there >= 0)
     if window is not None:
         here, there = pairs(packed.positions)
         allowed = allowed & (mx.abs(here - there) <= window)
-    return Blocks(rows, block, reach, near, allowed)
+    return Blocks(rows, block, reach, allowed)
 
 
 def _over_blocks(q: mx.array, k: mx.array, v: mx.array, plan: Blocks) -> mx.array:
     """[kv_heads, group, T, head_dim] → [T, heads·head_dim]."""
-    rows, count = q.shape[2], plan.near.shape[0]
-    tail = count * plan.block - rows
+    here, _ = _blocked(q, plan.block, 0)
+    (_, ks), (_, vs) = (_blocked(x, plan.block, plan.reach) for x in (k, v))
+    out = _attend(here, ks, vs, plan.allowed)
+    return _rows_first(out.reshape(*q.shape[:2], -1, q.shape[-1])[:, :, : q.shape[2]])
 
-    def reached(x: mx.array) -> mx.array:
-        padded = mx.pad(x, [(0, 0), (0, 0), (plan.reach, plan.reach + tail), (0, 0)])
-        return mx.take(padded, plan.near, axis=2)
 
-    blocked = mx.pad(q, [(0, 0), (0, 0), (0, tail), (0, 0)]).reshape(*q.shape[:2], count, plan.block, -1)
-    out = _attend(blocked, reached(k), reached(v), plan.allowed)
-    return _rows_first(out.reshape(*q.shape[:2], count * plan.block, -1)[:, :, :rows])
+def _blocked(x: mx.array, block: int, reach: int, outside: int = 0) -> tuple[mx.array, mx.array]:
+    """Rows [..., T, D] in blocks, [..., blocks, block, D], and with what lies within `reach` of each,
+    [..., blocks, block + 2·reach, D], views of one array; rows beyond the first and the last are `outside`."""
+    *batch, rows, width = x.shape
+    count = -(-rows // block)
+    before, after = (mx.full((*batch, n, width), outside, x.dtype) for n in (reach, count * block - rows + reach))
+    padded = mx.concatenate([before, x, after], axis=-2)  # mx.pad fills all of it first
+    size = padded.shape[-2]
+    strides = [math.prod(batch[axis + 1 :]) * size * width for axis in range(len(batch))]
+
+    def windows(length: int, first: int) -> mx.array:
+        shape = (*batch, count, length, width)
+        return mx.as_strided(padded, shape, (*strides, block * width, width, 1), first * width)
+
+    return windows(block, reach), windows(block + 2 * reach, 0)
 
 
 def _attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None) -> mx.array:

@@ -3,45 +3,31 @@
     y = round(round(x)·round(w)ᵀ),  round to bfloat16, sums in float32
 
 Residual stream, norms, RoPE, attention, gelu and pooling stay in float32. (float16 would overflow: the residual stream
-goes beyond 65,504.)
+goes beyond 65,504.) So do the products of batches with a text of fewer than 64 tokens, in whose mean the rounding of
+single tokens would still show (1 − cos up to 1e-3), and of few rows, which wait for the weights, bfloat16 either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from egemma_mlx.kernels import OPS, Kernels, check, fused
+from egemma_mlx.kernels import Kernels, check, fused
 from egemma_mlx.kernels.approx import on_cpu
-from egemma_mlx.kernels.linear import is_short
 
-_Product = Callable[..., Any]
+_APART = 64
+"""Tokens of a text from which on the cosine with its float32 vector is 0.9999 or more."""
 
 
 def bfloat16(base: Kernels) -> Kernels:
-    """`base` with its products against weights in bfloat16, on MLX's own `mx.matmul`.
-
-    The Metal kernels keep short inputs: few rows are bound by the read of the weights, which are bfloat16 either way,
-    and by launches, of which theirs are fewer. So a query's vector is as exact as in float32.
-    """
+    """`base` with its products against weights in bfloat16, on MLX's own `mx.matmul`, where texts are long."""
     rounded: dict[str, Any] = {
         "linear": linear,
         **fused.composed(fused.Parts(linear, base.gelu_mul, base.rms_norm, base.add_norm)),
     }
-    if base.linear is OPS.linear:
-        return replace(base, **rounded)
-    by_rows: dict[str, Any] = {name: _by_rows(getattr(base, name), product) for name, product in rounded.items()}
-    return replace(base, **by_rows)
-
-
-def _by_rows(short: _Product, long: _Product) -> _Product:
-    def product(x: mx.array, *others: Any, **options: Any) -> Any:
-        return (short if is_short(x) else long)(x, *others, **options)
-
-    return product
+    return replace(base, **rounded, exact=base, apart=_APART)
 
 
 def linear(x: mx.array, *weights: mx.array) -> tuple[mx.array, ...]:

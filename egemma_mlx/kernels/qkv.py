@@ -135,11 +135,11 @@ def qkv_prep(
 
 
 def _prepared(x: mx.array, w: mx.array, angles: Angles, head_dim: int, eps: float) -> mx.array:
-    """rope(rms(x)·w) in few operations, for a GPU."""
+    """rope(rms(x)·w) in few operations, for a GPU; the rotation writes heads first."""
     heads = mx.fast.rms_norm(x.reshape(x.shape[0], -1, head_dim), w, eps)
-    pairs = heads.reshape(*heads.shape[:2], -1, 2, angles.cos.shape[-1])
-    rotated = pairs * angles.cos[:, None] + pairs[..., ::-1, :] * angles.sin[:, None]
-    return rotated.reshape(heads.shape)
+    pairs = heads.reshape(*heads.shape[:2], -1, 2, angles.cos.shape[-1]).transpose(1, 0, 2, 3, 4)
+    rotated = pairs * angles.cos + pairs[..., ::-1, :] * angles.sin
+    return rotated.reshape(-1, x.shape[0], head_dim).transpose(1, 0, 2)
 
 
 def _normed(x: mx.array, head_dim: int, eps: float) -> mx.array:

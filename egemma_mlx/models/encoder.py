@@ -149,32 +149,35 @@ class EmbeddingGemma2(nn.Module):
 
     def _project(self, states: mx.array) -> mx.array:
         text = self.language_model
-        normed = self.kernels.rms_norm(states, text.norm.weight, eps=text.config.rms_norm_eps)
-        return project(self.kernels, normed, text.embedding_projection)[0]
+        kernels = self.kernels.exact or self.kernels
+        normed = kernels.rms_norm(states, text.norm.weight, eps=text.config.rms_norm_eps)
+        return project(kernels, normed, text.embedding_projection)[0]
 
     def _run(self, packed: Packed) -> tuple[mx.array, mx.array]:
         """States [≥ T, hidden] before the final norm, and pooled, projected vectors [S, embedding_dim]."""
         slots = packed.segments.shape[0]
-        tables = self._rope(packed.reach)
+        tables, kernels = self._rope(packed.reach), self.kernels.of(packed)
         if self.compiled:
             batch = packed.padded(*packing.bucket(packed.rows, slots))
             batch = (batch.gridded() if self.kernels.grids else batch).anonymous()
             grid = () if batch.grid is None else tuple(batch.grid)
-            states, pooled = self._compiled(batch.tokens, batch.positions, batch.segments, batch.span, grid, tables)
+            exact = kernels is self.kernels.exact
+            arrays = (batch.tokens, batch.positions, batch.segments)
+            states, pooled = self._compiled(*arrays, batch.span, grid, tables, exact)
         else:
             # Rows in eights for BLAS; at least eight, for a batch without a token.
             batch = packed.padded(max(-(-packed.rows // 8), 1) * 8, slots)
-            states, pooled = self._forward(batch, tables)
+            states, pooled = self._forward(batch, tables, kernels)
         return states, pooled[:slots]
 
-    def _forward(self, packed: Packed, tables: list[Rope]) -> tuple[mx.array, mx.array]:
+    def _forward(self, packed: Packed, tables: list[Rope], kernels: Kernels) -> tuple[mx.array, mx.array]:
         text, eps = self.language_model, self.config.text.rms_norm_eps
         tokens = packed.tokens
         for placeholder in self.config.placeholder_ids:  # where no medium came, the row of padding, as in the reference
             tokens = mx.where(tokens == placeholder, self.config.text.pad_token_id, tokens)
-        states = text(text.embed(tokens), packed, tables, self.kernels)
-        mean = self.kernels.pool(states, text.norm.weight, packed, eps=eps)
-        return states, project(self.kernels, mean, text.embedding_projection)[0]
+        states = text(text.embed(tokens), packed, tables, kernels)
+        mean = kernels.pool(states, text.norm.weight, packed, eps=eps)
+        return states, project(kernels, mean, text.embedding_projection)[0]
 
     def _traced(
         self,
@@ -184,10 +187,11 @@ class EmbeddingGemma2(nn.Module):
         span: int,
         grid: tuple[int, ...],
         tables: list[Rope],
+        exact: bool,
     ) -> tuple[mx.array, mx.array]:
-        """`_forward` on what a trace may depend on: arrays, and the span and grid that fix sizes."""
+        """`_forward` on what a trace may depend on: arrays, the span and grid that fix sizes, and which kernels."""
         packed = Packed(tokens, positions, segments, None, False, span, 0, Grid(*grid) if grid else None)
-        return self._forward(packed, tables)
+        return self._forward(packed, tables, (self.kernels.exact or self.kernels) if exact else self.kernels)
 
 
 def _compiles(kernels: Kernels) -> bool:
