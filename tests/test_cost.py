@@ -94,6 +94,11 @@ def products(item: int) -> list[Row]:
         rows.append(Row(shape, formulas.gated_short(t, k, m, item=item), run))
         run = partial(fused.metal_linear_gelu_mul, library, x, w(m, k), p, short=True)
         rows.append(Row(shape, formulas.linear_gelu_mul_short(t, k, m, item=item), run))
+    for s, filled in ((1, 1), (4, 1), (37, 37), (42, 6)):
+        for k, m in ((12, 8), (36, 60), (512, 68)):
+            x = mx.where(mx.arange(s)[:, None] < filled, normal(s, k), 0.0)
+            run = partial(fused.metal_linear_unit, library, x, w(m, k), short=False)
+            rows.append(Row(f"{filled} of {s}×{k}·{k}×{m}", formulas.linear_unit(filled, s, k, m, item=item), run))
     return rows
 
 
@@ -111,7 +116,7 @@ def row_kernels(item: int) -> list[Row]:
         rows.append(Row(shape, formulas.gelu_mul(t * d), partial(gelu.metal_gelu_mul, library, x, y)))
     for t, heads in ((11, Heads(4, 2, 256)), (9, Heads(4, 1, 512)), (33, Heads(12, 12, 64)), (8, Heads(2, 1, 40))):
         table = qkv.rope_table(64, heads.head_dim, 1e4)
-        angles = qkv.metal_rope(library, table, mx.arange(t, dtype=mx.int32), None)
+        angles = qkv.metal_rope(library, table, mx.arange(t, dtype=mx.int32))
         q, k = normal(t, heads.q_width), normal(t, heads.kv_width)
         d = heads.head_dim
         run = partial(qkv.metal_qkv_prep, library, q, k, k, w(d), w(d), angles, head_dim=d, eps=1e-6)
@@ -323,6 +328,20 @@ def test_products_take_the_form_that_the_model_prefers(length: int) -> None:
     for name in ("M1", "M2", "M4", "M4 Pro"):
         short, wide = (roofline.total(launches, DEVICES[name]) for launches in (few, many))
         assert (short < wide) == (load.rows < linear.SHORT), name
+
+
+@pytest.mark.parametrize("load", WORKLOADS, ids=lambda load: load.name)
+def test_vectors_take_the_form_that_the_model_prefers(load: Workload) -> None:
+    slots, projection = load.slots, (512, 768)
+    product = formulas.linear_short if slots < linear.SHORT else formulas.linear
+    apart = [product(slots, *projection), formulas.rms_norm(slots, 768, item=4)]
+    # Its time is also that of the segments alone, which keep a few cores busy while the others have none.
+    whole, alone = (
+        formulas.linear_unit(load.batch, n, *projection) for n in (slots, min(4 * -(-load.batch // 4), slots))
+    )
+    for device in DEVICES.values():
+        together = max(roofline.total([launch], device) for launch in (whole, alone))
+        assert (together < roofline.total(apart, device)) == (slots >= fused.FEW_SEGMENTS), device.name
 
 
 @pytest.mark.parametrize("load", [Workload(1, 128), Workload(32, 128), Workload(1, 8192)], ids=lambda load: load.name)

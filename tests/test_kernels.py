@@ -187,6 +187,9 @@ def test_products_end_in_what_follows_them(formulas: str, dtype: mx.Dtype) -> No
             expected = (h + rms(first) * norm_w) * post
             assert error(out, expected) < 3e-6
             assert error(after, rms(expected) * next_w) < 5e-6
+            y, unit = OPS.linear_unit(*arrays)
+            assert error(y, first) < 3e-6
+            assert error(unit, first / np.linalg.norm(first, axis=1, keepdims=True)) < 3e-6
 
 
 # --- the CPU's exp and tanh ------------------------------------------------------------------------------------------
@@ -251,35 +254,37 @@ def test_a_row_without_a_token_takes_the_angles_of_position_0() -> None:
         assert mx.array_equal(angles, first)
 
 
-def rotated(x: Floats, w: NDArray[Any], positions: NDArray[Any], table: Any, head_dim: int) -> Floats:
-    """rms, weight, then x·cos + rotate_half(x)·sin over whole heads, [T, heads, head_dim]."""
-    heads = rms(x.reshape(len(x), -1, head_dim)) * w
-    cos, sin = (np.tile(np.array(t).astype(np.float64)[positions], 2)[:, None] for t in table)
-    half = head_dim // 2
-    return heads * cos + np.concatenate([-heads[..., half:], heads[..., :half]], axis=-1) * sin
+def rotated(x: NDArray[Any], w: NDArray[Any], table: Any, positions: NDArray[Any]) -> Floats:
+    """rms, weight, then x·cos + rotate_half(x)·sin in each section by its column of positions: [T, heads, head_dim]."""
+    heads = rms(x.reshape(len(x), -1, w.size)) * w
+    parts = []
+    for part, places in zip(np.split(heads, positions.shape[1], axis=-1), np.maximum(positions, 0).T, strict=True):
+        cos, sin = (np.tile(np.array(t).astype(np.float64)[places], 2)[:, None] for t in table)
+        low, high = np.split(part, 2, axis=-1)
+        parts.append(part * cos + np.concatenate([-high, low], axis=-1) * sin)
+    return np.concatenate(parts, axis=-1)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (1, 1)])
-@pytest.mark.parametrize("head_dim", [8, 20, 64])
-def test_qkv_prep_norms_heads_and_rotates_q_and_k(formulas: str, heads: int, kv_heads: int, head_dim: int) -> None:
-    table = rope_table(2048, head_dim, 1e4)
+@pytest.mark.parametrize(("head_dim", "sections"), [(8, 1), (20, 1), (64, 1), (16, 2), (64, 2), (96, 4)])
+def test_qkv_prep_norms_heads_and_rotates_q_and_k(
+    formulas: str, heads: int, kv_heads: int, head_dim: int, sections: int
+) -> None:
+    table = rope_table(2048, head_dim // sections, 1e4)
     for rows in ROWS:
         q, k, v = (normal(i, rows, n * head_dim, scale=2) for i, n in enumerate((heads, kv_heads, kv_heads)))
         q_w, k_w = weight(3, head_dim), weight(4, head_dim)
-        positions = np.cumsum(np.random.default_rng(5).integers(1, 60, rows)).astype(np.int32)
+        positions = np.cumsum(np.random.default_rng(5).integers(1, 60, (rows, sections)), axis=0).astype(np.int32)
         positions[3::5] = -1
-        token = positions >= 0
-        angles = rope(table, mx.array(positions))
+        angles = rope(table, mx.array(positions if sections > 1 else positions[:, 0]))
         got = qkv_prep(*map(mx.array, (q, k, v, q_w, k_w)), angles, head_dim=head_dim, eps=EPS)
-        places = np.maximum(positions, 0)
         expected = (
-            rotated(q, q_w, places, table, head_dim),
-            rotated(k, k_w, places, table, head_dim),
+            rotated(q, q_w, table, positions),
+            rotated(k, k_w, table, positions),
             rms(v.reshape(rows, kv_heads, head_dim)),
         )
         for ours, exact in zip(got, expected, strict=True):
-            assert np.isfinite(np.array(ours)).all()
-            assert error(ours[mx.array(np.flatnonzero(token))], exact[token]) < 2e-6
+            assert error(ours, exact) < 2e-6
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

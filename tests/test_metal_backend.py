@@ -6,6 +6,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from test_kernels import EPS, normal, texts, weight
 
 from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
-from egemma_mlx.kernels import OPS, Kernels, attention, backend, linear, metal_kernels
+from egemma_mlx.kernels import OPS, Kernels, attention, backend, fused, linear, metal_kernels
 from egemma_mlx.kernels.attention_metal import (
     Bounds,
     flash_attention,
@@ -30,8 +31,9 @@ from egemma_mlx.kernels.attention_metal import (
 from egemma_mlx.kernels.library import Library, source_folder
 from egemma_mlx.kernels.probe import metal_fragment_probe
 from egemma_mlx.kernels.qkv import Rope, rope_table
-from egemma_mlx.kernels.selfcheck import Heads, Widths, verdicts, verified
+from egemma_mlx.kernels.selfcheck import PUBLISHED, Heads, Tower, Widths, verdicts, verified
 from egemma_mlx.packing import Packed
+from egemma_mlx.random_checkpoint import _config
 from egemma_mlx.simulator import calls
 
 KERNELS = {file.stem for file in source_folder().glob("*.metal")}
@@ -55,6 +57,7 @@ def in_both_forms(function: Callable[[], list[mx.array]]) -> list[mx.array]:
     for rows in (0, 1 << 30):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(linear, "SHORT", rows)
+            patch.setattr(fused, "FEW_SEGMENTS", rows)
             outputs += function()
     return outputs
 
@@ -78,6 +81,7 @@ def forward(kernels: Kernels, packed: Packed, width: int = 64) -> list[mx.array]
         kernels.linear_rms_norm(x, square, w, eps=EPS),
         *kernels.linear_add_norm(x, square, y, w, eps=EPS, next_w=next_w),
         kernels.linear_add_norm(x, square, y, w, eps=EPS)[0],
+        *kernels.linear_unit(x, weights[2]),
     ]
     for count in (1, 2, 3):
         outputs += kernels.linear(x, *weights[:count])
@@ -135,7 +139,7 @@ def test_a_pipeline_is_of_a_width() -> None:
     packed = texts(9, 0, 31, 5)
     narrow, wide = pipelines(packed, 64), pipelines(packed, 68)
     differ = {kernel for kernel in KERNELS if narrow[kernel] != wide[kernel]}
-    assert differ == {"rms_norm", "add_norm", "add_norm_next", "pool"}
+    assert differ == {"rms_norm", "add_norm", "add_norm_next", "pool", "linear_unit"}
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -172,9 +176,8 @@ def prepare(
     *,
     table: Rope = TABLE,
     positions: mx.array = BATCH.positions,
-    section: int | None = None,
 ) -> Any:
-    angles = kernels.rope(table, positions, section)
+    angles = kernels.rope(table, positions)
     return kernels.qkv_prep(q, k, k if v is None else v, q_w, k_w, angles, head_dim=16, eps=EPS)
 
 
@@ -214,15 +217,16 @@ BAD: dict[str, Callable[[Kernels], Any]] = {
     "[gelu_mul] expected g of dtype float32 but got float16": lambda k: k.gelu_mul(X.astype(HALF), X),
     "[gelu_mul] expected u of shape (6, 512) but got (6, 256)": lambda k: k.gelu_mul(X, X[:, :256]),
     "[gelu_mul] expected u of dtype float32 but got bfloat16": lambda k: k.gelu_mul(X, X.astype(mx.bfloat16)),
-    "[rope] expected cos of shape (positions, head_dim/2) but got (8,)": lambda k: k.rope(
+    "[rope] expected cos of shape (positions, section/2) but got (8,)": lambda k: k.rope(
         Rope(TABLE.cos[:, 0], TABLE.sin[:, 0]), BATCH.positions
     ),
     "[rope] expected sin of shape (8, 8) but got (7, 8)": lambda k: k.rope(
         Rope(TABLE.cos, TABLE.sin[1:]), BATCH.positions
     ),
     "[rope] expected positions of dtype int32 but got int64": lambda k: k.rope(TABLE, BATCH.positions.astype(LONG)),
-    "[rope] expected positions of shape (T,) but got (6, 1)": lambda k: k.rope(TABLE, BATCH.positions[:, None]),
-    "[rope] expected section to be even and divide 16 but got 3": lambda k: k.rope(TABLE, BATCH.positions, 3),
+    "[rope] expected positions of shape (T, sections) but got (6, 1, 1)": lambda k: k.rope(
+        TABLE, BATCH.positions[:, None, None]
+    ),
     "[qkv_prep] expected q of shape (T, heads·head_dim) but got (6, 2, 16)": lambda k: prepare(k, Q),
     "[qkv_prep] expected q of dtype float32 but got float16": lambda k: prepare(k, FLAT_Q.astype(HALF)),
     "[qkv_prep] expected k of shape (6, kv_heads·head_dim) but got (5, 16)": lambda k: prepare(k, k=FLAT_K[1:]),
@@ -257,7 +261,7 @@ BAD: dict[str, Callable[[Kernels], Any]] = {
     ),
 }
 N = mx.zeros((4, 512))
-FUSED = ("gated", "linear_gelu_mul", "linear_rms_norm", "linear_add_norm")
+FUSED = ("gated", "linear_gelu_mul", "linear_rms_norm", "linear_add_norm", "linear_unit")
 
 
 def end(kernels: Kernels, h: mx.array = X[:, :4], norm_w: mx.array = W[:4], **options: mx.array) -> Any:
@@ -272,6 +276,7 @@ def fuse(kernels: Kernels, name: str, x: mx.array, w: mx.array) -> Any:
         "linear_gelu_mul": (mx.zeros((rows, columns)),),
         "linear_rms_norm": (W[:columns],),
         "linear_add_norm": (mx.zeros((rows, columns)), W[:columns]),
+        "linear_unit": (),
     }
     return getattr(kernels, name)(x, w, *others[name], **({"eps": EPS} if "norm" in name else {}))
 
@@ -348,6 +353,7 @@ BAD_FUSED: dict[str, tuple[str, Callable[[Kernels], Any]]] = {
 BAD_TABLES: dict[str, Callable[[Kernels], Any]] = {
     "rows of the batch": lambda k: prepare(k, positions=BATCH.positions[1:]),
     "width of the angles": lambda k: prepare(k, table=rope_table(8, 8, 1e4)),
+    "sections of the angles": lambda k: prepare(k, positions=mx.zeros((6, 2), mx.int32)),
     "rows of the plan": lambda k: attend(k, *(x[1:] for x in (Q, K, K))),
 }
 INDIVISIBLE: dict[str, Callable[[str, Kernels], Any]] = {
@@ -366,7 +372,9 @@ BAD_METAL: dict[str, Callable[[Kernels], Any]] = {
         X[:, 2:], X[:, 2:], W[2:], eps=EPS
     ),
     "[gelu_mul] expected the size of g to be a multiple of 4 but got 6": lambda k: k.gelu_mul(X[:, 0], X[:, 0]),
-    "[qkv_prep] expected a section to be a multiple of 8 but got 4": lambda k: prepare(k, section=4),
+    "[qkv_prep] expected a section to be a multiple of 8 but got 4": lambda k: prepare(
+        k, table=rope_table(8, 4, 1e4), positions=mx.zeros((6, 4), mx.int32)
+    ),
     "[attention] expected head_dim to be a multiple of 8 but got 12": lambda k: attend(
         k, *(x[..., :12] for x in (Q, K, K))
     ),
@@ -411,7 +419,7 @@ def test_widths_that_a_kernel_cannot_read_are_an_error(message: str) -> None:
 
 # --- which set runs --------------------------------------------------------------------------------------------------
 
-WIDTHS = Widths(64, 68, 32, (Heads(2, 1, 16), Heads(2, 2, 136), Heads(2, 1, 256)))
+WIDTHS = Widths(64, 68, 32, 36, (Heads(2, 1, 16), Heads(2, 2, 136), Heads(2, 1, 256)))
 
 
 @pytest.fixture
@@ -457,6 +465,16 @@ def test_auto_and_metal_check_the_kernels_of_a_metal_gpu(config: Config, monkeyp
     assert backend.select("auto", config.text) is OPS
 
 
+def test_select_checks_the_widths_of_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Widths] = []
+    monkeypatch.setattr(backend, "picked", lambda _: "metal")
+    monkeypatch.setattr(backend, "verified", lambda kernels, _, widths: asked.append(widths) or kernels)
+    config = Config.from_dict(_config("full", "bfloat16", {}))
+    backend.select("metal", config.text)
+    backend.select("metal", config.text, config.vision)
+    assert asked == [replace(PUBLISHED, vision=None), PUBLISHED]
+
+
 # --- wrong kernels ---------------------------------------------------------------------------------------------------
 
 
@@ -468,7 +486,7 @@ def set_error(kernels: Kernels, packed: Packed) -> float:
 
 
 def replaced(kernels: Kernels) -> set[str]:
-    return {name for name, function in vars(OPS).items() if name != "name" and getattr(kernels, name) is function}
+    return {name for name, function in OPS.functions().items() if getattr(kernels, name) is function}
 
 
 @pytest.fixture
@@ -516,7 +534,7 @@ def test_a_wrong_kernel_and_one_that_does_not_compile_are_replaced(
         r"rms_norm \(is off by .*\); gelu_mul \(does not run: .*\)",
         str(warning.message),
     )
-    assert replaced(kernels) == {"rms_norm", "linear_rms_norm", "gelu_mul", "gated"}
+    assert replaced(kernels) == {"rms_norm", "linear_rms_norm", "linear_unit", "gelu_mul", "gated"}
     assert set_error(kernels, texts(9, 0, 21)) <= TOLERANCE
 
 
@@ -536,7 +554,11 @@ PLANTS: dict[str, tuple[str, str, set[str]]] = {
     "linear_add_norm": ("float(post[0])", "1.0f", {"linear_add_norm"}),
     "linear_add_norm_next": ("next_w, next_inverse", "norm_w, next_inverse", {"linear_add_norm"}),
     "matmul": ("v_shape[1], p_shape[1], p", "v_shape[1], p_shape[1] - 4, p", {"matmul"}),
-    "rms_norm": ("inverse_rms<D>(row, eps)", "inverse_rms<D>(row, 0.0f)", {"rms_norm", "linear_rms_norm"}),
+    "rms_norm": (
+        "inverse_rms<D>(row, eps)",
+        "inverse_rms<D>(row, 0.0f)",
+        {"rms_norm", "linear_rms_norm", "linear_unit"},
+    ),
     "add_norm": ("float(post[0])", "1.0f", {"add_norm", "linear_add_norm"}),
     "add_norm_next": ("next_w, lane", "w, lane", {"add_norm", "linear_add_norm"}),
     "gelu_mul": ("gelu_tanh(load4(g + at)) * load4(u", "gelu_tanh(load4(u + at)) * load4(g", {"gelu_mul", "gated"}),
@@ -549,9 +571,23 @@ PLANTS: dict[str, tuple[str, str, set[str]]] = {
     "softmax": ("* scale : 0.0f", ": 0.0f", ATTENTION),
     "attention_values": ("columns, hi - lo, span", "columns, hi - lo - 4, span", ATTENTION),
     "pool": ("float(max(tokens, 1u))", "8.0f", {"pool"}),
+    "linear_unit": ("precise::rsqrt(total)", "total", {"linear_unit"}),
     # A GPU that holds fragments otherwise: no product of it is to be trusted.
     "fragment_probe": ("float(first)", "float(lane)", {*LINEAR, "matmul", *ATTENTION}),
 }
+
+
+@executors
+def test_a_tower_that_runs_is_checked_at_its_widths(executor: Executor, plant: Callable[..., Path]) -> None:
+    """A fault that shows where heads have two sections."""
+    library = Library(executor.make, plant(qkv_prep=("ulong(row) * (D / SECTION)", "ulong(row)")))
+    kernels, tower = metal_kernels(library, "metal"), Tower(72, 100, Heads(3, 3, 32, sections=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verified(kernels, library, WIDTHS) is kernels
+    with pytest.warns(UserWarning, match=r"failed their check: qkv_prep 32 \(is off by [^)]*\)$"):
+        found = verified(kernels, library, replace(WIDTHS, vision=tower))
+    assert replaced(found) == {"qkv_prep", "rope"}
 
 
 def test_every_kernel_has_a_planted_fault() -> None:

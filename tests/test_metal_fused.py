@@ -15,10 +15,12 @@ from test_metal_kernels import DTYPES, FORMS, rising, stored
 from egemma_mlx import simulator
 from egemma_mlx.kernels import OPS
 from egemma_mlx.kernels.fused import (
+    FEW_SEGMENTS,
     metal_gated,
     metal_linear_add_norm,
     metal_linear_gelu_mul,
     metal_linear_rms_norm,
+    metal_linear_unit,
 )
 from egemma_mlx.kernels.linear import SHORT, metal_linear
 
@@ -247,6 +249,73 @@ def test_norms_of_products_of_zero_are_zero(executor: Executor) -> None:
         assert not out.any()
 
 
+# --- unit vectors ----------------------------------------------------------------------------------------------------
+
+# Rows, depth and columns: on, below and above the four rows of a threadgroup, the 128 numbers of depth that 32 lanes
+# hold at once, the columns of eight simdgroups and the 1,024 numbers that 256 threads store at once.
+UNITS = (
+    (1, 4, 4),
+    (1, 516, 260),
+    (1, 128, 1028),
+    (2, 28, 8),
+    (3, 124, 12),
+    (3, 1028, 4),
+    (4, 4, 256),
+    (4, 132, 252),
+    (5, 12, 36),
+    (5, 512, 28),
+    (6, 260, 68),
+    (7, 256, 60),
+    (7, 4, 516),
+    (8, 36, 260),
+    (8, 128, 128),
+    (9, 68, 4),
+    (11, 100, 132),
+    (12, 20, 40),
+    (13, 252, 20),
+    (15, 132, 124),
+    (16, 64, 64),
+    (17, 60, 100),
+    (31, 8, 32),
+    (33, 36, 12),
+)
+UNIT = {"wide": ["linear_unit"], "short": ["linear_short", "rms_norm"]}
+
+
+def unit(y: Floats) -> Floats:
+    return y / np.maximum(np.linalg.norm(y, axis=-1, keepdims=True), 1e-12)
+
+
+@executors
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@over(["linear_unit"], "rows, depth, columns", UNITS)
+def test_linear_unit_is_a_product_and_its_unit_vectors(
+    executor: Executor, rows: int, depth: int, columns: int, form: str, dtype: str
+) -> None:
+    x = normal(0, rows, depth) * np.geomspace(1e-4, 300, rows, dtype=np.float32)[:, None]
+    x[2::5] = 0  # segments without a token
+    w, exact = projection(1, columns, depth, dtype)
+    y, vectors = executor.run(metal_linear_unit, mx.array(x), w, short=FORMS[form], launches=UNIT[form])
+    expected = product(x, exact)
+    assert error(y, expected) <= TOLERANCE
+    assert error(vectors, unit(expected)) <= TOLERANCE
+    assert not y[2::5].any() and not vectors[2::5].any()
+
+
+@executors
+@pytest.mark.parametrize("form", FORMS)
+def test_unit_vectors_of_nothing_are_zero_and_of_nan_are_nan(executor: Executor, form: str) -> None:
+    x, w, options = np.zeros((9, 12), np.float32), mx.ones((8, 12)), {"short": FORMS[form], "launches": UNIT[form]}
+    for y in executor.run(metal_linear_unit, mx.array(x), w, **options):
+        assert not y.any()
+    x[5], x[6] = 1e-20, np.nan
+    y, vectors = executor.run(metal_linear_unit, mx.array(x), w, **options)
+    assert np.allclose(y[5], 1.2e-19) and np.allclose(vectors[5], 1.2e-7)  # over 1e-12
+    assert np.isnan(y[6]).all() and np.isnan(vectors[6]).all()
+    assert np.isfinite(np.delete(vectors, 6, axis=0)).all()
+
+
 # --- which form ------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +358,19 @@ def test_the_form_is_that_for_as_many_rows(executor: Executor, rows: int, form: 
 
 
 @executors
+def test_unit_vectors_take_the_form_for_as_many_segments(executor: Executor) -> None:
+    w, wide = normal(0, 12, 8), normal(1, 2044, 8)
+    for rows, form in ((1, "short"), (FEW_SEGMENTS - 1, "short"), (FEW_SEGMENTS, "wide")):
+        x = normal(2, rows, 8)
+        _, vectors = executor.run(metal_linear_unit, mx.array(x), mx.array(w), launches=UNIT[form])
+        assert error(vectors, unit(product(x, w.astype(np.float64)))) <= TOLERANCE
+    for columns, launches in ((2040, UNIT["wide"]), (2044, ["linear", "rms_norm"])):  # 32 KB of threadgroup memory
+        weights = wide[:columns]
+        _, vectors = executor.run(metal_linear_unit, mx.array(x[:5]), mx.array(weights), short=False, launches=launches)
+        assert error(vectors, unit(product(x[:5], weights.astype(np.float64)))) <= TOLERANCE
+
+
+@executors
 @pytest.mark.parametrize("form", FORMS)
 def test_fused_products_of_views_are_those_of_what_they_show(executor: Executor, form: str) -> None:
     x, w, p = normal(0, 36, 66), normal(1, 36, 20), normal(2, 20, 33)
@@ -298,6 +380,8 @@ def test_fused_products_of_views_are_those_of_what_they_show(executor: Executor,
     assert error(y, gelu(exact) * exact) <= TOLERANCE
     (y,) = executor.run(metal_linear_gelu_mul, rows, weights, p_view, short=short, launches=[GELU_MUL[form]])
     assert error(y, gelu(exact) * p.T) <= TOLERANCE
+    y, _ = executor.run(metal_linear_unit, rows, weights, short=short, launches=UNIT[form])
+    assert error(y, exact) <= TOLERANCE
     if not short:
         ones = mx.ones((40,))[::2]
         options: dict[str, Any] = {"eps": EPS, "short": False, "launches": ["linear_add_norm"]}

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from executors import TOLERANCE, Array, Executor, error, executors, over
-from test_kernels import EPS, Floats, gate_error, gelu, normal, rms, weight
+from test_kernels import EPS, Floats, gate_error, gelu, normal, rms, rotated, weight
 
 from egemma_mlx.kernels.gelu import metal_gelu_mul
 from egemma_mlx.kernels.linear import SHORT, metal_linear, metal_matmul
@@ -214,35 +214,39 @@ def test_gelu_mul_is_right_in_both_tails_and_zero_at_zero(executor: Executor) ->
 
 # --- q, k and v ------------------------------------------------------------------------------------------------------
 
-# heads, kv_heads, head_dim, section: whole heads and up to four sections; groups of 1, 2 and 4; one lane to four
+# heads, kv_heads, head_dim, sections: whole heads and up to four sections; groups of 1, 2 and 4; one lane to four
 # rounds of all lanes in a head.
 HEADS = (
-    (1, 1, 8, 8),
-    (2, 1, 16, 8),
-    (4, 1, 40, 40),
-    (4, 2, 64, 32),
-    (3, 3, 256, 256),
-    (4, 1, 512, 512),
-    (2, 2, 96, 24),
+    (1, 1, 8, 1),
+    (2, 1, 16, 2),
+    (4, 1, 40, 1),
+    (4, 2, 64, 2),
+    (3, 3, 256, 1),
+    (4, 1, 512, 1),
+    (2, 2, 96, 4),
+    (2, 1, 512, 2),
 )
 
 
 @executors
 @pytest.mark.parametrize("dtype", DTYPES)
-@over(["qkv_prep"], "rows, heads, kv_heads, head_dim, section", [(t, *heads) for heads in HEADS for t in (1, 7, 9, 33)])
+@over(
+    ["qkv_prep"], "rows, heads, kv_heads, head_dim, sections", [(t, *heads) for heads in HEADS for t in (1, 7, 9, 33)]
+)
 def test_qkv_prep_norms_heads_and_rotates_q_and_k(
-    executor: Executor, rows: int, heads: int, kv_heads: int, head_dim: int, section: int, dtype: str
+    executor: Executor, rows: int, heads: int, kv_heads: int, head_dim: int, sections: int, dtype: str
 ) -> None:
     q, k, v = (rising(i, rows, n * head_dim) for i, n in enumerate((heads, kv_heads, kv_heads)))
     (q_w, exact_q), (k_w, exact_k) = (stored(weight(i, head_dim), dtype) for i in (3, 4))
-    positions = np.cumsum(np.random.default_rng(5).integers(1, 60, rows)).astype(np.int32)
+    positions = np.cumsum(np.random.default_rng(5).integers(1, 60, (rows, sections)), axis=0).astype(np.int32)
     positions[3::5] = -1
-    table = rope_table(max(positions) + 1, head_dim, 1e4)
+    table = rope_table(positions.max() + 1, head_dim // sections, 1e4)
+    places = mx.array(positions if sections > 1 else positions[:, 0])
     (q_out, k_out, v_out) = executor.run(
-        prepared, *map(mx.array, (q, k, v)), q_w, k_w, table, mx.array(positions), section, launches=["qkv_prep"]
+        prepared, *map(mx.array, (q, k, v)), q_w, k_w, table, places, launches=["qkv_prep"]
     )
-    assert error(q_out, rotated(q, exact_q, table, positions, section)) <= TOLERANCE
-    assert error(k_out, rotated(k, exact_k, table, positions, section)) <= TOLERANCE
+    assert error(q_out, rotated(q, exact_q, table, positions)) <= TOLERANCE
+    assert error(k_out, rotated(k, exact_k, table, positions)) <= TOLERANCE
     assert error(v_out, rms(v.reshape(rows, kv_heads, head_dim))) <= TOLERANCE
 
 
@@ -250,26 +254,25 @@ def test_qkv_prep_norms_heads_and_rotates_q_and_k(
 def test_qkv_prep_reads_a_table_of_one_position(executor: Executor) -> None:
     q, w, table = normal(0, 3, 8), weight(1, 8), rope_table(1, 8, 1e4)
     arrays = [mx.array(q)] * 3 + [mx.array(w)] * 2
-    got = executor.run(prepared, *arrays, table, mx.array([0, -1, 0]), 8, launches=["qkv_prep"])
+    got = executor.run(prepared, *arrays, table, mx.array([0, -1, 0]), launches=["qkv_prep"])
     weighted = (rms(q) * w)[:, None]
     for out, expected in zip(got, (weighted, weighted, rms(q)[:, None]), strict=True):
         assert error(out, expected) <= TOLERANCE
 
 
+@executors
+def test_one_column_of_positions_is_positions(executor: Executor) -> None:
+    q, w, table, positions = normal(0, 9, 32), weight(1, 16), rope_table(9, 16, 1e4), mx.arange(9)
+    arrays = [mx.array(q)] * 3 + [mx.array(w)] * 2
+    flat, column = (
+        executor.run(prepared, *arrays, table, places, launches=["qkv_prep"])
+        for places in (positions.astype(mx.int32), positions.astype(mx.int32)[:, None])
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(flat, column, strict=True))
+
+
 def prepared(
-    library: Any, q: mx.array, k: mx.array, v: mx.array, q_w: mx.array, k_w: mx.array, table: Any, *places: Any
+    library: Any, q: mx.array, k: mx.array, v: mx.array, q_w: mx.array, k_w: mx.array, table: Any, positions: mx.array
 ) -> Any:
-    angles = metal_rope(library, table, *places)
+    angles = metal_rope(library, table, positions)
     return metal_qkv_prep(library, q, k, v, q_w, k_w, angles, head_dim=q_w.size, eps=EPS)
-
-
-def rotated(x: Array, w: Floats, table: Any, positions: Array, section: int) -> Floats:
-    """rms, weight, then pair j of each head by angle j, where pairs lie half a section apart: [T, heads, head_dim]."""
-    heads = rms(x.reshape(len(x), -1, w.size)) * w
-    cos, sin = (np.array(t).astype(np.float64)[np.maximum(positions, 0)].reshape(len(x), 1, -1) for t in table)
-    low = np.arange(w.size).reshape(-1, section)[:, : section // 2].ravel()
-    high = low + section // 2
-    out = np.empty_like(heads)
-    out[..., low] = heads[..., low] * cos - heads[..., high] * sin
-    out[..., high] = heads[..., high] * cos + heads[..., low] * sin
-    return out

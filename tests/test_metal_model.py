@@ -21,8 +21,9 @@ from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.kernels import OPS, metal_kernels
 from egemma_mlx.kernels.library import Library, source_folder
+from egemma_mlx.kernels.norm import normalize
 from egemma_mlx.loading import load_model
-from egemma_mlx.models.encoder import EmbeddingGemma2, normalize
+from egemma_mlx.models.encoder import EmbeddingGemma2
 from egemma_mlx.packing import pack
 from egemma_mlx.random_checkpoint import write_checkpoint
 
@@ -107,7 +108,7 @@ def launches_of(config: Config, rows: int) -> list[str]:
             *([] if short and index else ["linear_short", "rms_norm"] if short else ["linear_rms_norm"]),
             *(f"linear_gelu_mul{short}", *ending("add_norm" if last else "add_norm_next")),
         ]
-    return [*names, "pool", "linear_short"]  # as many slots as an eighth of the rows
+    return [*names, "pool", *(("linear_short", "rms_norm") if short else ("linear_unit",))]
 
 
 def name_of(call: simulator.KernelCall) -> str:
@@ -135,6 +136,8 @@ def test_the_compiled_forward_launches_each_layers_kernels_in_order(checkpoint: 
     assert outputs["add_norm_next" if rows < 256 else "linear_add_norm_next"] == [(rows, config.hidden_size)] * 2
     assert outputs["add_norm" if rows < 256 else "linear_add_norm"] == [(rows, config.hidden_size)]
     assert outputs["pool"] == [(rows // 8, config.hidden_size)]
+    if rows >= 256:
+        assert outputs["linear_unit"] == [(rows // 8, config.embedding_dim)] * 2
     *_, attention = attention_of(layer.head_dim)
     assert outputs[attention] == [(rows, layer.heads * layer.head_dim)]
     assert outputs.get("attention_scores") == outputs.get("softmax")

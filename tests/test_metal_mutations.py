@@ -56,10 +56,11 @@ def attention(form: Callable[..., mx.array], head_dim: int, **options: Any) -> C
 
 
 def qkv_prep(library: Any) -> Any:
-    q, k, v = (array(i, 5, heads * 24) for i, heads in enumerate((2, 1, 1)))
-    angles = qkv.metal_rope(library, qkv.rope_table(5, 24, 100.0), mx.arange(5, dtype=mx.int32))
-    w = mx.array(weight(3, 24))
-    return qkv.metal_qkv_prep(library, q, k, v, w, w, angles, head_dim=24, eps=EPS)
+    q, k, v = (array(i, 5, heads * 48) for i, heads in enumerate((2, 1, 1)))
+    positions = mx.array([[0, 0], [1, 2], [2, 4], [3, 8], [-1, -1]])
+    angles = qkv.metal_rope(library, qkv.rope_table(9, 24, 100.0), positions)
+    w = mx.array(weight(3, 48))
+    return qkv.metal_qkv_prep(library, q, k, v, w, w, angles, head_dim=48, eps=EPS)
 
 
 X, W, ROW = array(0, 70, 68), mx.array(weight(1, 132)), array(2, 9, 132)
@@ -94,6 +95,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "linear_rms_norm": lambda library: fused.metal_linear_rms_norm(library, X, WEIGHTS, W, eps=EPS, short=False),
     "linear_short": lambda library: linear.metal_linear(library, FEW, NARROW, short=True),
     "linear_short_3": lambda library: linear.metal_linear(library, FEW, *(NARROW[:n] for n in (36, 4, 8)), short=True),
+    "linear_unit": lambda library: fused.metal_linear_unit(library, FEW[:5], NARROW, short=False),
     "matmul": lambda library: linear.metal_matmul(library, X, array(3, 68, 36)),
     "pool": lambda library: pool.metal_pool(library, ROW, W, texts(4, 0, 5), eps=EPS),
     "qkv_prep": qkv_prep,
@@ -332,6 +334,25 @@ CHANGES = {
     "half a tile of few rows is stored": Change(
         "linear_gelu_mul_short.metal", "i += 256", "i += 512", "linear_gelu_mul_short", WRONG
     ),
+    "unit vectors are read past their rows": Change(
+        "linear_unit.metal",
+        "load4_within(x, first + int(r), int(row_column<K>(lane, i)), rows, K, K)",
+        "load4(x + ulong(first + int(r)) * K + min(row_column<K>(lane, i), uint(K - 4)))",
+        "linear_unit",
+        OutOfBounds,
+    ),
+    "unit vectors are stored past their rows": Change(
+        "linear_unit.metal", "if (first + int(r) < rows) {", "{", "linear_unit", OutOfBounds
+    ),
+    "simdgroups store their squares in one place": Change(
+        "linear_unit.metal", "squares[height * group + lane]", "squares[lane]", "linear_unit", DataRace
+    ),
+    "all rows of a threadgroup have one norm": Change(
+        "linear_unit.metal", "squares[height * g + r]", "squares[height * g]", "linear_unit", WRONG
+    ),
+    "every lane stores a product": Change(
+        "linear_unit.metal", "  if (lane < height) {\n    products", "  {\n    products", "linear_unit", OutOfBounds
+    ),
     "a gate has another cubic": Change("gelu.h", "0.044715f * g", "0.05f * g", "gated_short", WRONG),
     "flash reads queries past the last": Change(
         "flash.h",
@@ -403,6 +424,22 @@ CHANGES = {
     ),
     "all lanes of pool store their count": Change("pool.metal", "if (lane == 0) {", "{", "pool", DataRace),
     "RoPE turns the other way": Change("rope.h", "low * c - high * s", "low * c + high * s", "qkv_prep", WRONG),
+    "RoPE turns all sections by one position": Change(
+        "rope.h", "positions[pair / (SECTION / 2)]", "positions[0]", "qkv_prep", WRONG
+    ),
+    "RoPE's angles go on from section to section": Change(
+        "rope.h", "(SECTION / 2) + pair % (SECTION / 2)", "(SECTION / 2) + pair", "qkv_prep", OutOfBounds
+    ),
+    "RoPE takes the positions of the first row": Change(
+        "qkv_prep.metal", "ulong(row) * (D / SECTION)", "0", "qkv_prep", WRONG
+    ),
+    "a row without a token has its angles before the table": Change(
+        "rope.h",
+        "clamp(positions[pair / (SECTION / 2)], 0, length - 1)",
+        "positions[pair / (SECTION / 2)]",
+        "qkv_prep",
+        OutOfBounds,
+    ),
 }
 
 

@@ -21,10 +21,11 @@ from egemma_mlx.kernels import OPS
 from egemma_mlx.kernels import bfloat16 as tier
 from egemma_mlx.kernels.bfloat16 import bfloat16
 from egemma_mlx.kernels.linear import SHORT
+from egemma_mlx.kernels.norm import normalize
 from egemma_mlx.packing import pack
 from egemma_mlx.random_checkpoint import write_checkpoint
 
-PRODUCTS = {"linear", "gated", "linear_gelu_mul", "linear_rms_norm", "linear_add_norm"}
+PRODUCTS = {"linear", "gated", "linear_gelu_mul", "linear_rms_norm", "linear_add_norm", "linear_unit"}
 APART = 64  # tokens of a text from which on products are rounded
 EPSILON = 2.0**-8  # between neighbouring bfloat16, at most
 EPS = 1e-6
@@ -78,6 +79,7 @@ def test_fused_functions_are_the_product_and_then_float32() -> None:
     got = kernels.linear_add_norm(x, w, h, norm, eps=EPS, next_w=norm)
     expected = OPS.add_norm(h, a, norm, eps=EPS, next_w=norm)
     assert all(mx.array_equal(*each) for each in zip(got, expected, strict=True))
+    assert all(mx.array_equal(*each) for each in zip(kernels.linear_unit(x, w), (a, normalize(a)), strict=True))
 
 
 def test_all_else_stays_as_it_is() -> None:
@@ -146,7 +148,7 @@ def test_the_model_returns_float32(tiny_text: Path) -> None:
     output = model(**tokenizer(["a red bicycle", "a dog"], padding=True, return_tensors="mlx"))
     assert {array.dtype for array in output} == {mx.float32}
     # Rounded to bfloat16 was the product, not the residual stream that goes into it.
-    states, _ = model._run(pack([np.arange(10, 10 + SHORT, dtype=np.int32)]))
+    states, *_ = model._run(pack([np.arange(10, 10 + SHORT, dtype=np.int32)]))
     assert not mx.array_equal(states, rounded(states))
 
 

@@ -21,8 +21,9 @@ from egemma_mlx.bench.workloads import Ids
 from egemma_mlx.encoder import default_batch_tokens
 from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.backend import Backend
+from egemma_mlx.kernels.norm import normalize
 from egemma_mlx.loading import Precision, load
-from egemma_mlx.models.encoder import EmbeddingGemma2, normalize
+from egemma_mlx.models.encoder import EmbeddingGemma2
 from egemma_mlx.packing import pack, token_batches
 from egemma_mlx.simulator.call import VIEWS
 

@@ -26,6 +26,7 @@ _WEIGHTS = {
     "linear_gelu_mul": slice(1, 2),
     "linear_rms_norm": slice(1, 2),
     "linear_add_norm": slice(1, 2),
+    "linear_unit": slice(1, 2),
 }
 _ROUNDS = 5
 # A round evaluates as many calls as take so long together, within this memory.

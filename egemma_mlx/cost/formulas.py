@@ -27,6 +27,7 @@ from egemma_mlx.cost.products import (
     linear_gelu_mul_short,
     linear_rms_norm,
     linear_short,
+    linear_unit,
     matmul,
 )
 from egemma_mlx.cost.rows import add_norm, gelu_mul, pool, qkv_prep, rms_norm
@@ -71,6 +72,7 @@ FORMULAS: dict[str, Callable[..., Work]] = {
     "linear_rms_norm": linear_rms_norm,
     "linear_short": linear_short,
     "linear_short_3": linear_short,
+    "linear_unit": linear_unit,
     "matmul": matmul,
     "pool": pool,
     "qkv_prep": qkv_prep,

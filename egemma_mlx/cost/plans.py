@@ -3,7 +3,7 @@
 Ours is what `models/text.py` launches over the Metal kernels (a test compares it with MLX's own trace). The seed's is
 what its host does as DESIGN §3 tells it: three launches a round of attention, q/k/v and gate/up in one launch each,
 norms fused with the residual add, 17 launches a layer, float32 weights. Where its host is not known (the embedding's
-gather, the last norm of the vectors) it is charged as ours is.
+gather, the last norm of the vectors) it is charged with MLX's own operations.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from egemma_mlx.config import LayerConfig, TextConfig
 from egemma_mlx.cost import attention, products, seed
 from egemma_mlx.cost import rows as by_row
 from egemma_mlx.cost.work import Heads, Keys, Work, tiles
+from egemma_mlx.kernels.fused import FEW_SEGMENTS
 from egemma_mlx.kernels.linear import SHORT
 from egemma_mlx.packing import bucket
 
@@ -100,17 +101,12 @@ def ours(config: TextConfig, load: Workload) -> list[Work]:
     few = rows < SHORT
     if few:  # per-layer embeddings of all layers at once
         ple, layers = config.hidden_size_per_layer_input, len(config.layers)
-        launches += [_linear(rows, hidden, layers * ple), by_row.rms_norm(rows * layers, ple)]
+        launches += [products.linear_short(rows, hidden, layers * ple), by_row.rms_norm(rows * layers, ple)]
     for index, layer in enumerate(config.layers):
         form = our_short_layer if few else our_layer
         launches += form(config, load, layer, last=index == len(config.layers) - 1)
     bounds = [attention.attention_bounds(rows, starts) for _ in {layer.window for layer in config.layers}]
-    tail = [
-        by_row.pool(load.lengths, load.slots, hidden),
-        _linear(load.slots, hidden, config.embedding_dim),
-        *_normalize(load.slots, config.embedding_dim),
-    ]
-    return [*bounds, *launches, *tail]
+    return [*bounds, *launches, *our_tail(config, load)]
 
 
 def our_layer(config: TextConfig, load: Workload, layer: LayerConfig, *, last: bool) -> list[Work]:
@@ -149,20 +145,19 @@ def our_short_layer(config: TextConfig, load: Workload, layer: LayerConfig, *, l
     ]
 
 
-def _linear(rows: int, depth: int, width: int) -> Work:
-    return (products.linear_short if rows < SHORT else products.linear)(rows, depth, width)
+def our_tail(config: TextConfig, load: Workload) -> list[Work]:
+    """Two launches; three for few segments."""
+    slots, hidden, width = load.slots, config.hidden_size, config.embedding_dim
+    pool = by_row.pool(load.lengths, slots, hidden)
+    if slots >= FEW_SEGMENTS:
+        return [pool, products.linear_unit(load.batch, slots, hidden, width)]
+    return [pool, products.linear_short(slots, hidden, width), by_row.rms_norm(slots, width, item=4)]
 
 
 def _embed(rows: int, hidden: int) -> Iterator[Work]:
     """MLX's gather of bfloat16 rows, then their widening and scale."""
     yield moving("gather", load=rows * (4 + 2 * hidden), store=rows * 2 * hidden)
     yield moving("scale", load=rows * 2 * hidden, store=rows * 4 * hidden)
-
-
-def _normalize(slots: int, width: int) -> Iterator[Work]:
-    """MLX's norm of the vectors, then their division."""
-    yield moving("norm", load=slots * 4 * width, store=slots * 4)
-    yield moving("divide", load=slots * 4 * (width + 1), store=slots * 4 * width)
 
 
 def moving(name: str, *, load: int, store: int) -> Work:
@@ -216,3 +211,9 @@ def seed_layer(config: TextConfig, load: Workload, layer: LayerConfig, *, last: 
         seed.product("ple_project", t, ple, hidden),
         seed.add_norm(t, hidden, next_norm=not last),
     ]
+
+
+def _normalize(slots: int, width: int) -> Iterator[Work]:
+    """MLX's norm of the vectors, then their division."""
+    yield moving("norm", load=slots * 4 * width, store=slots * 4)
+    yield moving("divide", load=slots * 4 * (width + 1), store=slots * 4 * width)

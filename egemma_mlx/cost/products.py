@@ -158,6 +158,30 @@ def _closed(work: Work, name: str, written: int, also_read: int = 0, *, narrow: 
     )
 
 
+# --- the vectors -----------------------------------------------------------------------------------------------------
+
+
+def linear_unit(filled: int, slots: int, depth: int, width: int, *, item: int = 2) -> Work:
+    """linear_unit.metal: four slots a threadgroup, of which the first `filled` are segments with tokens."""
+    groups, busy = tiles(slots, 4), tiles(filled, 4)
+    stored = min(4 * busy, slots) * width
+    return Work(
+        kernel="linear_unit",
+        threadgroups=groups,
+        threads=256,
+        needed=2 * filled * depth * width,
+        load_bytes=8 * slots * depth * FLOAT + busy * width * depth * item,
+        store_bytes=2 * slots * width * FLOAT,
+        shared_load_bytes=stored * FLOAT + slots * width // 4 * 8 * FLOAT,
+        shared_store_bytes=busy * 4 * width * FLOAT + groups * 32 * FLOAT,
+        barriers=groups,
+        threadgroup_memory=4 * width * FLOAT + 32 * FLOAT,
+        read=slots * depth,
+        written=2 * slots * width,
+        weight_bytes=width * depth * item,
+    )
+
+
 # --- products of attention: gemm.h --------------------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ def qkv_prep(rows: int, heads: Heads, *, positions: int, item: int = 2) -> Work:
     """qkv_prep.metal: a simdgroup a head of a row; `positions` of the angle tables that the rows look up."""
     units, turned = heads.heads + 2 * heads.kv_heads, heads.heads + heads.kv_heads
     size, width = rows * units * heads.head_dim, heads.head_dim
-    places = rows * units * SIMD * FLOAT
+    places = rows * turned * width // 8 * FLOAT  # of four pairs
     return Work(
         kernel="qkv_prep",
         threadgroups=rows * tiles(units, min(units, 8)),

@@ -32,7 +32,7 @@ from egemma_mlx.cost.plans import Workload, moving
 from egemma_mlx.cost.work import Work, together
 from egemma_mlx.kernels import OPS, Kernels, attention, gelu, norm
 from egemma_mlx.kernels.library import Library
-from egemma_mlx.models.text import RopeTables, TextModel, project
+from egemma_mlx.models.text import RopeTables, TextModel, project_unit
 from egemma_mlx.packing import pack
 from egemma_mlx.simulator import Graph, trace
 from egemma_mlx.simulator.call import VIEWS, Node, Spec
@@ -41,7 +41,7 @@ _ALONE = {"Matmul", "Softmax", "Reduce", "ArgReduce", "Gather", "Concatenate", "
 
 
 def forward(kernels: Kernels, config: TextConfig, load: Workload) -> Graph:
-    """The graph of a text forward from token ids to pooled, projected vectors; nothing is evaluated."""
+    """The graph of a text forward from token ids to unit vectors; nothing is evaluated."""
     model = TextModel(config)
     packed = pack([np.zeros(length, np.int32) for length in load.lengths])
     packed = packed.padded(load.rows, load.slots)
@@ -53,7 +53,7 @@ def forward(kernels: Kernels, config: TextConfig, load: Workload) -> Graph:
         model.update(tree_unflatten(list(zip(names, weights, strict=True))))
         states = model(model.embed(tokens), packed, tables, kernels)
         mean = kernels.pool(states, model.norm.weight, packed, eps=config.rms_norm_eps)
-        return project(kernels, mean, model.embedding_projection)[0]
+        return project_unit(kernels, mean, model.embedding_projection)[1]
 
     return trace(run, packed.tokens, *(mx.zeros(value.shape, mx.bfloat16) for _, value in parameters))
 

@@ -35,6 +35,7 @@ class Kernels:
     linear_gelu_mul: Callable[..., Any]
     linear_rms_norm: Callable[..., Any]
     linear_add_norm: Callable[..., Any]
+    linear_unit: Callable[..., Any]
     grids: bool = False
     """Traces depend on how long segments are (`packing.Grid`), which plain operations need for their sizes."""
     exact: Kernels | None = None
@@ -88,4 +89,5 @@ def metal_kernels(library: Library, name: str) -> Kernels:
         linear_gelu_mul=partial(fused.metal_linear_gelu_mul, library),
         linear_rms_norm=partial(fused.metal_linear_rms_norm, library),
         linear_add_norm=partial(fused.metal_linear_add_norm, library),
+        linear_unit=partial(fused.metal_linear_unit, library),
     )

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import mlx.core as mx
 
-from egemma_mlx.config import TextConfig
+from egemma_mlx.config import TextConfig, VisionConfig
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.kernels import OPS, Kernels, metal_kernels
 from egemma_mlx.kernels.approx import on_cpu
@@ -16,8 +16,8 @@ from egemma_mlx.kernels.selfcheck import Widths, verified
 Backend = Literal["auto", "metal", "ops", "simulator"]
 
 
-def select(backend: Backend, config: TextConfig) -> Kernels:
-    """The kernel functions of a backend, for a model of these widths.
+def select(backend: Backend, config: TextConfig, vision: VisionConfig | None = None) -> Kernels:
+    """The kernel functions of a backend, for a text model of these widths, and a vision tower if it is to run.
 
     Args:
         backend: "metal": the kernels of `metal_src/`, each checked against float64 first; "ops": plain MLX operations,
@@ -33,7 +33,7 @@ def select(backend: Backend, config: TextConfig) -> Kernels:
     if chosen == "simulator":
         return metal_kernels(simulator_library(), chosen)
     library = Library(mx.fast.metal_kernel)
-    return verified(metal_kernels(library, chosen), library, Widths.of(config))
+    return verified(metal_kernels(library, chosen), library, Widths.of(config, vision))
 
 
 def picked(backend: Backend) -> Literal["metal", "ops", "simulator"]:

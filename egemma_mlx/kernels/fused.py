@@ -4,16 +4,17 @@
     linear_gelu_mul   gelu(x·wᵀ)·p
     linear_rms_norm   rms(pre·x·wᵀ)·norm_w
     linear_add_norm   h' = (h + rms(x·wᵀ)·norm_w)·post and a = rms(h')·next_w
+    linear_unit       y = x·wᵀ and y/‖y‖
 
 The plain forms are compositions of other kernel functions (`composed`). On Metal, rows of up to 512 columns stay in
 one threadgroup, which so can norm them; for few rows (`linear.SHORT`), and for wider ones, the norm is a kernel of its
-own.
+own. Unit vectors of few segments are too: one threadgroup would read the weights that all cores can share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ from egemma_mlx.kernels import check
 from egemma_mlx.kernels.gelu import metal_gelu_mul
 from egemma_mlx.kernels.library import Library, Source, launch
 from egemma_mlx.kernels.linear import COLUMNS, is_short, metal_linear, short_tiles, wide_tiles
-from egemma_mlx.kernels.norm import metal_add_norm, metal_rms_norm, one
+from egemma_mlx.kernels.norm import metal_add_norm, metal_rms_norm, normalize, one
 
 _GATED = Source("gated", ("x", "gate", "up"), ("y",), (*COLUMNS, "shared", "gelu"))
 _GATED_SHORT = Source("gated_short", ("x", "gate", "up"), ("y",), (*COLUMNS, "short", "gelu"))
@@ -38,9 +39,16 @@ _ADD_NORM_NEXT = Source(
     ("h_out", "a"),
     (*COLUMNS, "shared", "whole"),
 )
+_UNIT = Source("linear_unit", ("x", "w"), ("y", "unit"), ("load", "rows"))
 
 _WHOLE = 512
 """The most columns of which a threadgroup holds whole rows: 64 in each of eight simdgroups (whole.h)."""
+
+_UNIT_ROWS, _UNIT_COLUMNS = 4, 2040
+"""Of `linear_unit`: rows a threadgroup, and the most columns of which they fit its 32 KB of memory."""
+
+FEW_SEGMENTS = 32
+"""Below as many, which are those of `SHORT` packed rows, a product ahead of unit vectors is spread over all cores."""
 
 
 class Parts(NamedTuple):
@@ -54,7 +62,7 @@ class Parts(NamedTuple):
 
 def composed(parts: Parts) -> dict[str, Any]:
     """The plain forms over these functions, by name."""
-    functions = (gated, linear_gelu_mul, linear_rms_norm, linear_add_norm)
+    functions = (gated, linear_gelu_mul, linear_rms_norm, linear_add_norm, linear_unit)
     return {function.__name__: partial(function, parts) for function in functions}
 
 
@@ -105,6 +113,12 @@ def linear_add_norm(
 ) -> tuple[mx.array, mx.array | None]:
     """`add_norm` of h and x·wᵀ: (h', a), both [T, M] float32; a is None without `next_w`."""
     return parts.add_norm(h, parts.linear(x, w)[0], norm_w, eps=eps, post=post, next_w=next_w)
+
+
+def linear_unit(parts: Parts, x: mx.array, w: mx.array) -> tuple[mx.array, mx.array]:
+    """y = x·wᵀ and y/max(‖y‖, 1e-12): [S, K] and [M, K] → two of [S, M] float32; 0 stays 0."""
+    (y,) = parts.linear(x, w)
+    return y, normalize(y)
 
 
 def metal_gated(library: Library, x: mx.array, gate: mx.array, up: mx.array, *, short: bool | None = None) -> mx.array:
@@ -184,6 +198,41 @@ def metal_linear_add_norm(
         return h, None
     h, a = launch(library(_ADD_NORM_NEXT), x, w, h, norm_w, post, next_w, eps, outputs=[h.shape] * 2, **tiles)
     return h, a
+
+
+def metal_linear_unit(
+    library: Library, x: mx.array, w: mx.array, *, short: bool | None = None
+) -> tuple[mx.array, mx.array]:
+    """`linear_unit`, in one launch where it pays; K and M are multiples of 4.
+
+    Args:
+        short: the form for few rows; None: below `FEW_SEGMENTS`. It divides by √(‖y‖² + 1e-24).
+    """
+    _check_product("linear_unit", x, w)
+    rows, width = x.shape[0], w.shape[0]
+    short = rows < FEW_SEGMENTS if short is None else short
+    if short or width > _UNIT_COLUMNS:
+        (y,) = metal_linear(library, x, w, short=short)
+        return y, metal_rms_norm(library, y, _even(width), eps=1e-24 / width)  # rms(y)/√M = y/‖y‖
+    y, unit = launch(
+        library(_UNIT),
+        x,
+        w,
+        grid=(256, -(-rows // _UNIT_ROWS), 1),
+        threadgroup=(256, 1, 1),
+        outputs=[(rows, width)] * 2,
+        K=x.shape[1],
+        M=width,
+    )
+    return y, unit
+
+
+@cache
+def _even(width: int) -> mx.array:
+    """[width], a unit vector of equal elements."""
+    array = mx.full((width,), width**-0.5)
+    mx.eval(array)
+    return array
 
 
 def _whole(x: mx.array, width: int, short: bool | None) -> bool:

@@ -1,4 +1,4 @@
-"""RMS norms over rows, and the residual add that lies between two of them.
+"""RMS norms over rows, the residual add that lies between two of them, and unit vectors.
 
     rms(x) = x · (mean(x²) + eps)^−½
 
@@ -113,6 +113,11 @@ def metal_add_norm(
     kernel = library(_ADD_NORM_NEXT)
     h, a = launch(kernel, h, y, w, post, next_w, eps, **_rows_grid(rows), outputs=[h.shape] * 2, D=width)
     return h, a
+
+
+def normalize(x: mx.array) -> mx.array:
+    """x / max(‖x‖, 1e-12) over the last axis, float32, as torch.nn.functional.normalize; 0 stays 0."""
+    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
 def inverse_rms(x: mx.array, eps: float) -> mx.array:

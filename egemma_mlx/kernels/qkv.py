@@ -2,16 +2,19 @@
 
 q' = rope(rms(q)·q_w),  k' = rope(rms(k)·k_w),  v' = rms(v)
 rope(x)[i], rope(x)[i + n/2] = x[i]·cos − x[i + n/2]·sin,  x[i + n/2]·cos + x[i]·sin   ("rotate half")
+
+A head may have several sections of n channels, each rotated by a position of its own (a patch's x and y, say) through
+the angles of one table.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from egemma_mlx.errors import EgemmaError
 from egemma_mlx.kernels import check
 from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.library import Library, Source, launch
@@ -26,7 +29,7 @@ _QKV_PREP = Source(
 
 
 class Rope(NamedTuple):
-    """cos and sin of RoPE's angles by position, each [positions, head_dim/2] float32."""
+    """cos and sin of RoPE's angles by position, each [positions, section/2] float32."""
 
     cos: mx.array
     sin: mx.array
@@ -45,43 +48,42 @@ class TableAngles(NamedTuple):
 
     Attributes:
         table: by position.
-        positions: [T] int32; −1 takes 0.
-        section: channels of a section.
+        positions: [T] or [T, sections] int32; −1 takes 0.
     """
 
     table: Rope
     positions: mx.array
-    section: int
 
 
-def rope_table(length: int, head_dim: int, theta: float) -> Rope:
-    """cos and sin for positions 0…length−1, evaluated.
+def rope_table(length: int, section: int, theta: float) -> Rope:
+    """cos and sin for positions 0…length−1 and a section of so many channels (one section: a whole head), evaluated.
 
-    Frequencies θ^(−2i/head_dim) and their products with the position are float32, as the reference's are: at
+    Frequencies θ^(−2i/section) and their products with the position are float32, as the reference's are: at
     position 8,191 an angle from float64 frequencies would differ by 5e-4. (The power is rounded correctly; torch's is
     one unit in the last place off for 1 frequency in 100.)
     """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    exponent = np.arange(0, section, 2, dtype=np.float32) / np.float32(section)
     frequency = np.float32(1) / np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
     angle = (np.arange(length, dtype=np.float32)[:, None] * frequency).astype(np.float64)
     return Rope(*(mx.array(f(angle).astype(np.float32)) for f in (np.cos, np.sin)))
 
 
-def rope(table: Rope, positions: mx.array, section: int | None = None) -> Angles:
-    """The angles of packed rows at `positions` [T], once for all layers of one θ; a row without a token takes 0.
+def rope(table: Rope, positions: mx.array) -> Angles:
+    """The angles of packed rows, once for all layers of one θ; a row without a token takes those of position 0.
 
     Args:
-        section: channels that rotate among themselves, pair j of a head always by angle j; None: the whole head.
+        positions: [T] int32, or [T, sections]: section s of every head rotates by column s.
     """
-    section = _check_rope(table, positions, section)
-    rows = mx.maximum(positions, 0)
-    cos, sin = (x[rows].reshape(len(rows), -1, section // 2) for x in table)
+    _check_rope(table, positions)
+    rows = mx.maximum(positions, 0).reshape(positions.shape[0], -1)
+    cos, sin = (x[rows] for x in table)
     return Angles(mx.stack([cos, cos], axis=2), mx.stack([-sin, sin], axis=2))
 
 
-def metal_rope(library: Library, table: Rope, positions: mx.array, section: int | None = None) -> TableAngles:
+def metal_rope(library: Library, table: Rope, positions: mx.array) -> TableAngles:
     """`rope` for `metal_qkv_prep`, which looks angles up itself."""
-    return TableAngles(table, positions, _check_rope(table, positions, section))
+    _check_rope(table, positions)
+    return TableAngles(table, positions)
 
 
 def qkv_prep(
@@ -160,10 +162,11 @@ def metal_qkv_prep(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """`qkv_prep` in one launch, with `metal_rope`'s angles; sections are multiples of 8 channels."""
     _check_qkv(q, k, v, q_w, k_w, head_dim)
-    check.indices("qkv_prep", "positions", angles.positions, q.shape[0])
-    check.rows("qkv_prep", "cos", angles.table.cos, "positions", head_dim // 2)
-    check.multiple("qkv_prep", "head_dim", head_dim, angles.section)
-    check.multiple("qkv_prep", "a section", angles.section, 8)
+    sections = angles.positions.shape[1:]
+    section = head_dim // math.prod(sections)
+    check.indices("qkv_prep", "positions", angles.positions, q.shape[0], *sections)
+    check.rows("qkv_prep", "cos", angles.table.cos, "positions", section // 2)
+    check.multiple("qkv_prep", "a section", section, 8)
     rows, heads, kv_heads = q.shape[0], q.shape[1] // head_dim, k.shape[1] // head_dim
     units = heads + 2 * kv_heads
     q, k, v = launch(
@@ -173,20 +176,15 @@ def metal_qkv_prep(
         threadgroup=(32, min(units, 8), 1),
         outputs=[(rows, heads, head_dim), (rows, kv_heads, head_dim), (rows, kv_heads, head_dim)],
         D=head_dim,
-        SECTION=angles.section,
+        SECTION=section,
     )
     return q, k, v
 
 
-def _check_rope(table: Rope, positions: mx.array, section: int | None) -> int:
-    check.rows("rope", "cos", table.cos, "positions", "head_dim/2")
+def _check_rope(table: Rope, positions: mx.array) -> None:
+    check.rows("rope", "cos", table.cos, "positions", "section/2")
     check.rows("rope", "sin", table.sin, *table.cos.shape)
-    check.indices("rope", "positions", positions, "T")
-    width = 2 * table.cos.shape[1]
-    section = width if section is None else section
-    if section <= 0 or section % 2 or width % section:
-        raise EgemmaError(f"[rope] expected section to be even and divide {width} but got {section}")
-    return section
+    check.indices("rope", "positions", positions, *("T", "sections")[: 1 if positions.ndim == 1 else 2])
 
 
 def _check_qkv(q: mx.array, k: mx.array, v: mx.array, q_w: mx.array, k_w: mx.array, head_dim: int) -> None:
