@@ -2,6 +2,7 @@
 
     model, tokenizer = egemma_mlx.load("google/embeddinggemma-2")     # model(tokens), as an mlx.nn.Module
     vectors = egemma_mlx.Encoder().encode_query("a red bicycle")      # texts to numpy
+    encoder = egemma_mlx.Encoder(modalities=("text", "image"))        # and images: encoder.encode(Path("photo.jpg"))
 
 Names are resolved at first use, so that importing this package imports nothing heavy.
 """

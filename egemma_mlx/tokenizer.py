@@ -27,6 +27,10 @@ Tensors = Literal["mlx", "np"]
 _MIN_LENGTH = 2
 _MASK_TOKEN = "<mask>"
 
+IMAGE_TOKEN = "<|image|>"
+"""What stands for an image in a text; in ids, for each of its soft tokens, between `_IMAGE_BEGIN` and `_IMAGE_END`."""
+_IMAGE_BEGIN, _IMAGE_END = "<|image>", "<image|>"
+
 
 class Encoded(NamedTuple):
     """`ids`: one int32 array [L] a text, from BOS to EOS. `truncated`: how many of the texts were cut."""
@@ -65,6 +69,8 @@ class Tokenizer:
         self._backend = backend
         self._prompts = dict(prompts)
         self._placeholders = {i: literal for i in config.placeholder_ids if (literal := backend.id_to_token(i))}
+        self._image_id = config.image_token_id
+        self._image_ends = backend.token_to_id(_IMAGE_BEGIN), backend.token_to_id(_IMAGE_END)
         self.default_prompt_name = default_prompt_name
         self.max_length = config.text.max_tokens
         self.vocab_size: int = backend.get_vocab_size()
@@ -130,6 +136,7 @@ class Tokenizer:
         prompt: str = "",
         max_length: int | None = None,
         truncation: bool = False,
+        images: Sequence[Sequence[int]] | None = None,
     ) -> Encoded:
         """The ids of `prompt + text` for each text, in order.
 
@@ -138,37 +145,61 @@ class Tokenizer:
             prompt: what `Tokenizer.prompt` returned.
             max_length: most ids a text may have, BOS and EOS included; None is the model's own limit.
             truncation: cut longer texts to `max_length`, EOS kept, instead of refusing them.
+            images: for each text the soft tokens of its images, which go where its `IMAGE_TOKEN`s are.
 
         Raises:
-            EgemmaError: a text that is not a str or holds a lone surrogate, a text with a media placeholder
-                (its row of the input would be overwritten by media that did not come), a text longer than
-                `max_length` without `truncation`, a `max_length` out of range.
+            EgemmaError: a text that is not a str or holds a lone surrogate, a text with more or fewer placeholders
+                than media (the rows of the input would be overwritten by media that did not come), a text longer
+                than `max_length` without `truncation`, or whose images reach beyond it, a `max_length` out of range.
         """
         limit = self._limit(max_length)
         if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
             raise EgemmaError(f"expected a sequence of texts but got {type(texts).__name__}")
         prompt = _checked(prompt, "prompt")
-        inputs = [prompt + _checked(text, f"text {index}") for index, text in enumerate(texts)]
-        name = "prompt + text" if prompt else "text"
+        kind = "text" if images is None else "input"
+        strings = [prompt + _checked(text, f"{kind} {index}") for index, text in enumerate(texts)]
+        kind = f"prompt + {kind}" if prompt else kind
         rows, truncated = [], 0
-        for index, encoding in enumerate(self._backend.encode_batch_fast(inputs)):
-            ids = encoding.ids
-            # Ids, not the string: how a literal is matched is the tokenizer's business.
-            if not self._placeholders.keys().isdisjoint(ids):
-                literal = next(self._placeholders[i] for i in ids if i in self._placeholders)
-                raise EgemmaError(
-                    f"{name} {index} contains {literal!r}, which stands for media, but no media came with it"
-                )
+        for index, encoding in enumerate(self._backend.encode_batch_fast(strings)):
+            name, counts = f"{kind} {index}", images[index] if images is not None else ()
+            ids = self._with_images(encoding.ids, counts, name)
             if len(ids) > limit:
                 if not truncation:
                     raise EgemmaError(
-                        f"{name} {index} has {len(ids)} tokens where {limit} are allowed: "
+                        f"{name} has {len(ids)} tokens where {limit} are allowed: "
                         f"shorten it, or pass truncation=True to have it cut"
                     )
-                ids = [*ids[: limit - 1], self.eos_token_id]
+                ids = self._cut(ids, limit, name)
                 truncated += 1
             rows.append(np.array(ids, dtype=np.int32))
         return Encoded(rows, truncated)
+
+    def _with_images(self, ids: list[int], counts: Sequence[int], name: str) -> list[int]:
+        """Each image's placeholder as its beginning, a placeholder for each soft token, its end."""
+        # Ids, not the string: how a literal is matched is the tokenizer's business.
+        found = [] if self._placeholders.keys().isdisjoint(ids) else [i for i in ids if i in self._placeholders]
+        strange = [i for i in found if i != self._image_id] if counts else found
+        if strange:
+            literal = self._placeholders[strange[0]]
+            raise EgemmaError(f"{name} contains {literal!r}, which stands for media, but no media came with it")
+        if len(found) != len(counts):
+            raise EgemmaError(f"{name} has {len(found)} {IMAGE_TOKEN!r} but {len(counts)} images came with it")
+        if not found:
+            return ids
+        begin, end = self._image_ends
+        if begin is None or end is None:
+            raise EgemmaError(f"{name} has images, but the tokenizer has no {_IMAGE_BEGIN!r} and {_IMAGE_END!r}")
+        soft = iter(counts)
+        parts = ([begin, *[i] * next(soft), end] if i == self._image_id else [i] for i in ids)
+        return [i for part in parts for i in part]
+
+    def _cut(self, ids: list[int], limit: int, name: str) -> list[int]:
+        """The first `limit` ids, EOS last."""
+        if self._image_id in ids[limit - 2 :]:  # a soft token, or the end of its image, would go
+            raise EgemmaError(
+                f"{name} has images that reach beyond {limit} tokens: expected fewer, or a smaller max_soft_tokens"
+            )
+        return [*ids[: limit - 1], self.eos_token_id]
 
     def _limit(self, max_length: int | None) -> int:
         if max_length is None:

@@ -301,7 +301,7 @@ def test_a_text_that_is_too_long_is_an_error_that_names_it(encoder: Encoder) -> 
         (["x"], {"prompt_name": "nope"}, "unknown prompt name 'nope'; the names are: .*query"),
         (["x"], {"prompt": 3}, "prompt: expected str but got int"),
         (None, {}, "expected a sequence of texts but got NoneType"),
-        (b"bytes", {}, "expected a sequence of texts but got bytes"),
+        (b"bytes", {}, "text 0: expected str but got bytes: load with modalities"),
         (["fine", None], {}, "text 1: expected str but got NoneType"),
         (["fine", b"bytes"], {}, "text 1: expected str but got bytes"),
         ([["nested"]], {}, "text 0: expected str but got list"),
@@ -325,7 +325,7 @@ def test_bad_input_is_one_error_that_names_it(
 
 
 def test_an_error_leaves_the_encoder_working(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(packed: Any) -> Any:
+    def broken(packed: Any, soft: Any) -> Any:
         raise ZeroDivisionError("in a lane")
 
     expected = encoder.encode(TEXTS)

@@ -433,8 +433,8 @@ def test_two_hundred_random_batches_are_few_traces_and_little_padding(tiny: Pair
     taken = 0
     for lengths in batches:
         # Lazy: a trace is made when the model is called, and nothing is computed.
-        states, pooled = model._run(pack([np.zeros(n, np.int32) for n in lengths]))
-        assert pooled.shape == (len(lengths), 96)
+        states, pooled, unit = model._run(pack([np.zeros(n, np.int32) for n in lengths]))
+        assert pooled.shape == unit.shape == (len(lengths), 96)
         taken += states.shape[0]
     rows = sum(map(sum, batches))
     assert 1 < model.traces <= 30

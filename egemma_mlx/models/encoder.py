@@ -1,7 +1,8 @@
-"""EmbeddingGemma 2 as one `mlx.nn.Module`: ids and a mask, or a packed batch, to vectors."""
+"""EmbeddingGemma 2 as one `mlx.nn.Module`: ids and a mask, or a packed batch, and images, to vectors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,8 +15,13 @@ from egemma_mlx.errors import EgemmaError
 from egemma_mlx.kernels import OPS, Kernels
 from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.qkv import Rope
-from egemma_mlx.models.text import RopeTables, TextModel, project
+from egemma_mlx.media.image import Patches
+from egemma_mlx.models import pixels
+from egemma_mlx.models.text import RopeTables, TextModel, project, project_unit
+from egemma_mlx.models.vision import VisionEmbedder, VisionTower, chunks, pack_images
 from egemma_mlx.packing import Grid, Packed
+
+Outputs = tuple[mx.array, mx.array, mx.array]
 
 
 class EmbeddingOutput(NamedTuple):
@@ -41,14 +47,26 @@ class EmbeddingGemma2(nn.Module):
         kernels: the implementation of the kernel functions.
         compiled: run the whole forward under `mx.compile`, with T and S in buckets. None: on a GPU. (MLX's CPU
             compiler calls g++ for every fused kernel; there, leaf functions alone are compiled.)
+        modalities: with "image", the vision tower is part of the model.
     """
 
-    def __init__(self, config: Config, kernels: Kernels = OPS, compiled: bool | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        kernels: Kernels = OPS,
+        compiled: bool | None = None,
+        modalities: Iterable[str] = ("text",),
+    ) -> None:
         super().__init__()
         self.config = config
         self.kernels = kernels
         self.compiled = _compiles(kernels) if compiled is None else compiled
         self.language_model = TextModel(config.text)
+        self.vision_tower = self.embed_vision = None
+        if "image" in modalities and config.vision is not None:
+            self.vision_tower = VisionTower(config.vision)
+            self.embed_vision = VisionEmbedder(config.vision, config.text.hidden_size)
+            self._patch_rope = self.vision_tower.rope_table()
         self._rope = RopeTables(config.text)
         self._compiled = mx.compile(self._traced, inputs=[self.language_model.state])
 
@@ -59,12 +77,15 @@ class EmbeddingGemma2(nn.Module):
         *,
         segments: mx.array | np.ndarray | None = None,
         positions: mx.array | None = None,
+        pixel_values: Any = None,
+        image_position_ids: Any = None,
         validate: bool = False,
     ) -> EmbeddingOutput:
         """Embed a padded batch, or a packed one.
 
         Nothing is evaluated. Without a mask nothing is read on the host, with one the mask alone is, before the
-        forward; under `mx.compile` or `mx.export_function`, and with `segments`, nothing is.
+        forward; under `mx.compile` or `mx.export_function`, and with `segments`, nothing is. With images, ids and
+        image positions are read too, and the soft tokens evaluated (`embed_images`).
 
         Args:
             input_ids: [B, L] integer, or [T] with `segments`.
@@ -73,50 +94,95 @@ class EmbeddingGemma2(nn.Module):
             segments: [S, 2] integer (start, length) of the texts in a packed row [T], starts ascending.
             positions: [T] integer, for RoPE and the window, ascending in each segment and below the model's longest
                 input (8,192); with `segments` only. Default: 0…n−1 in each segment.
+            pixel_values: [images, max_patches, 3·patch²] in 0…1, as transformers' processor makes them: the patches of
+                all inputs' images in order. Their soft tokens replace the rows of the image placeholders in
+                `input_ids`. (Placeholders without images are rows of padding.)
+            image_position_ids: [images, max_patches, 2] integer (x, y) of each patch, −1 for padding.
             validate: also check contents (ids in the vocabulary, no NaN in the mask), which reads them on the host.
 
         Raises:
-            EgemmaError: shapes or dtypes that do not fit; with `validate`, contents.
+            EgemmaError: shapes or dtypes that do not fit; images without a vision tower, or of other counts than an
+                input has placeholders for; with `validate`, contents.
         """
         ids = _integers(input_ids, "input_ids")
         if validate:
             _check_ids(ids, self.config.text.vocab_size)
+        imaged = pixel_values is not None or image_position_ids is not None
         if segments is not None:
+            if imaged:
+                raise EgemmaError("[model] expected segments or pixel_values but got both")
             return self._embed_row(ids, attention_mask, segments, positions)
         if positions is not None:
             raise EgemmaError("[model] expected segments beside positions but got positions alone")
         if ids.ndim != 2:
             raise EgemmaError(f"[model] expected input_ids of shape [B, L] but got {ids.shape}")
-        if attention_mask is None:
-            return self._embed_full_grid(ids)
-        mask = _mask(attention_mask, ids)
-        if validate and bool(mx.isnan(mask.astype(mx.float32)).any()):
+        mask = None if attention_mask is None else _mask(attention_mask, ids)
+        if mask is not None and validate and bool(mx.isnan(mask.astype(mx.float32)).any()):
             raise EgemmaError("[model] expected attention_mask of 0 and 1 but it holds NaN")
-        return self._embed_masked_grid(ids, mask)
+        soft = self._soft_tokens(ids, mask, pixel_values, image_position_ids) if imaged else None
+        return self._embed_full_grid(ids, soft) if mask is None else self._embed_masked_grid(ids, mask, soft)
 
-    def pooled(self, packed: Packed) -> mx.array:
-        """Packed batch → pooled, projected vectors [S, embedding_dim] float32, not normalised."""
-        return self._run(packed)[1]
+    def pooled(self, packed: Packed, soft: mx.array | None = None) -> mx.array:
+        """Packed batch → pooled, projected vectors [S, embedding_dim] float32, not normalised.
 
-    def _embed_full_grid(self, ids: mx.array) -> EmbeddingOutput:
+        Args:
+            soft: [N, hidden] from `embed_images`, for the N image placeholders of the batch in order. None: they are
+                rows of padding.
+        """
+        return self._run(packed, soft)[1]
+
+    def embed_images(self, images: Sequence[Patches]) -> mx.array:
+        """Images → their soft tokens [Σ n/pooling², hidden] float32, in order.
+
+        Evaluated part by part, since memory goes with the patches of one pass.
+
+        Raises:
+            EgemmaError: the model was loaded without its vision tower.
+        """
+        if self.vision_tower is None or self.embed_vision is None or self.config.vision is None:
+            raise EgemmaError('[model] expected modalities=("text", "image") at load for images but got text alone')
+        soft = [mx.zeros((0, self.config.text.hidden_size))]
+        for part in chunks([len(image.pixels) for image in images]):
+            packed = pack_images(images[part], self.config.vision.pooling_kernel_size)
+            states = self.vision_tower(packed, self._patch_rope, self.kernels)
+            soft.append(self.embed_vision(states, self.kernels))
+            mx.eval(soft[-1])
+        return mx.concatenate(soft)
+
+    def _soft_tokens(
+        self, ids: mx.array, mask: mx.array | None, pixel_values: Any, image_position_ids: Any
+    ) -> mx.array | None:
+        """The soft tokens of the placeholders that the mask shows."""
+        if self.config.vision is None:
+            raise EgemmaError("[model] expected no pixel_values: config.json has no vision tower")
+        images = pixels.unpadded(pixel_values, image_position_ids, self.config.vision)
+        here = np.array(ids) == self.config.image_token_id
+        pooled = self.config.vision.pooling_kernel_size**2
+        pixels.check_placeholders(here.sum(axis=1).tolist(), [len(image.pixels) // pooled for image in images])
+        soft = self.embed_images(images)
+        if mask is not None:
+            soft = soft[mx.array(np.flatnonzero(np.array(mask)[here]))]
+        return soft if len(soft) else None
+
+    def _embed_full_grid(self, ids: mx.array, soft: mx.array | None) -> EmbeddingOutput:
         if ids.size == 0:
             return self._nothing(ids)
-        states, pooled = self._run(packing.from_grid(ids))
-        return self._output(self._project(states[: ids.size]).reshape(*ids.shape, -1), pooled)
+        states, pooled, unit = self._run(packing.from_grid(ids), soft)
+        return EmbeddingOutput(self._project(states[: ids.size]).reshape(*ids.shape, -1), unit, pooled)
 
-    def _embed_masked_grid(self, ids: mx.array, mask: mx.array) -> EmbeddingOutput:
+    def _embed_masked_grid(self, ids: mx.array, mask: mx.array, soft: mx.array | None) -> EmbeddingOutput:
         if ids.size == 0:
             return self._nothing(ids)
         try:
             host_mask = np.array(mask)
         except ValueError:  # being traced
             packed = packing.from_traced_grid(ids, mask)
-            states, pooled = self._run(packed)
+            states, pooled, unit = self._run(packed)
             grid = self._project(states[: ids.size]).reshape(*ids.shape, -1)
-            return self._output(mx.where((mask != 0)[..., None], grid, 0.0), pooled)
+            return EmbeddingOutput(mx.where((mask != 0)[..., None], grid, 0.0), unit, pooled)
         packed, rows = packing.from_masked_grid(ids, host_mask)
-        states, pooled = self._run(packed)
-        return self._output(packing.unpack(self._project(states), rows), pooled)
+        states, pooled, unit = self._run(packed, soft)
+        return EmbeddingOutput(packing.unpack(self._project(states), rows), unit, pooled)
 
     def _embed_row(
         self,
@@ -135,12 +201,9 @@ class EmbeddingGemma2(nn.Module):
             if positions.shape != ids.shape:
                 raise EgemmaError(f"[model] expected positions of shape {ids.shape} but got {positions.shape}")
         packed = packing.from_segments(ids, segments, positions, self.config.text.max_tokens)
-        states, pooled = self._run(packed)
+        states, pooled, unit = self._run(packed)
         hidden = mx.where((packed.positions >= 0)[:, None], self._project(states[: ids.size]), 0.0)
-        return self._output(hidden, pooled)
-
-    def _output(self, last_hidden_state: mx.array, pooled: mx.array) -> EmbeddingOutput:
-        return EmbeddingOutput(last_hidden_state, normalize(pooled), pooled)
+        return EmbeddingOutput(hidden, unit, pooled)
 
     def _nothing(self, ids: mx.array) -> EmbeddingOutput:
         dim = self.config.text.embedding_dim
@@ -153,31 +216,36 @@ class EmbeddingGemma2(nn.Module):
         normed = kernels.rms_norm(states, text.norm.weight, eps=text.config.rms_norm_eps)
         return project(kernels, normed, text.embedding_projection)[0]
 
-    def _run(self, packed: Packed) -> tuple[mx.array, mx.array]:
-        """States [≥ T, hidden] before the final norm, and pooled, projected vectors [S, embedding_dim]."""
+    def _run(self, packed: Packed, soft: mx.array | None = None) -> Outputs:
+        """States [≥ T, hidden] before the final norm, and pooled, projected vectors [S, embedding_dim] as they are and
+        of length 1."""
         slots = packed.segments.shape[0]
         tables, kernels = self._rope(packed.reach), self.kernels.of(packed)
         if self.compiled:
             batch = packed.padded(*packing.bucket(packed.rows, slots))
             batch = (batch.gridded() if self.kernels.grids else batch).anonymous()
             grid = () if batch.grid is None else tuple(batch.grid)
-            exact = kernels is self.kernels.exact
-            arrays = (batch.tokens, batch.positions, batch.segments)
-            states, pooled = self._compiled(*arrays, batch.span, grid, tables, exact)
+            # As many rows as the batch has, so that images add one trace a bucket.
+            grown = [] if soft is None else [mx.pad(soft, [(0, batch.rows - len(soft)), (0, 0)])]
+            arrays, exact = (batch.tokens, batch.positions, batch.segments), kernels is self.kernels.exact
+            states, pooled, unit = self._compiled(*arrays, batch.span, grid, tables, exact, grown)
         else:
             # Rows in eights for BLAS; at least eight, for a batch without a token.
             batch = packed.padded(max(-(-packed.rows // 8), 1) * 8, slots)
-            states, pooled = self._forward(batch, tables, kernels)
-        return states, pooled[:slots]
+            states, pooled, unit = self._forward(batch, tables, kernels, soft)
+        return states, pooled[:slots], unit[:slots]
 
-    def _forward(self, packed: Packed, tables: list[Rope], kernels: Kernels) -> tuple[mx.array, mx.array]:
+    def _forward(self, packed: Packed, tables: list[Rope], kernels: Kernels, soft: mx.array | None) -> Outputs:
         text, eps = self.language_model, self.config.text.rms_norm_eps
         tokens = packed.tokens
         for placeholder in self.config.placeholder_ids:  # where no medium came, the row of padding, as in the reference
             tokens = mx.where(tokens == placeholder, self.config.text.pad_token_id, tokens)
-        states = text(text.embed(tokens), packed, tables, kernels)
+        x0 = text.embed(tokens)
+        if soft is not None:
+            x0 = merge(x0, packed.tokens == self.config.image_token_id, soft)
+        states = text(x0, packed, tables, kernels)
         mean = kernels.pool(states, text.norm.weight, packed, eps=eps)
-        return states, project(kernels, mean, text.embedding_projection)[0]
+        return states, *project_unit(kernels, mean, text.embedding_projection)
 
     def _traced(
         self,
@@ -188,20 +256,23 @@ class EmbeddingGemma2(nn.Module):
         grid: tuple[int, ...],
         tables: list[Rope],
         exact: bool,
-    ) -> tuple[mx.array, mx.array]:
+        soft: list[mx.array],
+    ) -> Outputs:
         """`_forward` on what a trace may depend on: arrays, the span and grid that fix sizes, and which kernels."""
         packed = Packed(tokens, positions, segments, None, False, span, 0, Grid(*grid) if grid else None)
-        return self._forward(packed, tables, (self.kernels.exact or self.kernels) if exact else self.kernels)
+        kernels = (self.kernels.exact or self.kernels) if exact else self.kernels
+        return self._forward(packed, tables, kernels, soft[0] if soft else None)
+
+
+def merge(x0: mx.array, here: mx.array, soft: mx.array) -> mx.array:
+    """x0 [T, hidden] with soft [N, hidden] in the rows where `here` [T] holds, in order."""
+    index = mx.cumsum(here.astype(mx.int32)) - 1
+    return mx.where(here[:, None], soft[mx.maximum(index, 0)], x0)
 
 
 def _compiles(kernels: Kernels) -> bool:
     """The simulator runs a kernel when it is called, so there is no graph to compile."""
     return not on_cpu() and kernels.name != "simulator"
-
-
-def normalize(x: mx.array) -> mx.array:
-    """x / max(‖x‖, 1e-12) over the last axis, float32, as torch.nn.functional.normalize; 0 stays 0."""
-    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
 def _array(value: Any, name: str) -> mx.array | np.ndarray:

@@ -15,6 +15,7 @@ from mlx import nn
 from egemma_mlx.config import LayerConfig, TextConfig
 from egemma_mlx.kernels import Kernels
 from egemma_mlx.kernels.linear import is_short
+from egemma_mlx.kernels.norm import normalize
 from egemma_mlx.kernels.qkv import Rope, rope_table
 from egemma_mlx.packing import Packed
 
@@ -40,6 +41,15 @@ def project_add_norm(
     if type(layer) is nn.Linear:
         return kernels.linear_add_norm(x, layer.weight, h, norm.weight, eps=eps, **ending)
     return kernels.add_norm(h, layer(x), norm.weight, eps=eps, **ending)
+
+
+def project_unit(kernels: Kernels, x: mx.array, layer: nn.Module) -> tuple[mx.array, mx.array]:
+    """x through a linear layer, and the unit vectors of that."""
+    if type(layer) is nn.Linear:
+        y, unit = kernels.linear_unit(x, layer.weight)
+        return y, unit
+    y = layer(x)
+    return y, normalize(y)
 
 
 class Attention(nn.Module):
