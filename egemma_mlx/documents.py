@@ -1,4 +1,4 @@
-"""Paragraphs of text files, each with the heading it stands under and the line it starts at."""
+"""What a search ranks: image files, and paragraphs of text files, each with its heading and the line it starts at."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from egemma_mlx.errors import EgemmaError
 
+Only = Literal["images", "text"]
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 # Text without prose: a folder's are left out, unless they are named themselves.
 _DATA_SUFFIXES = {".csv", ".ipynb", ".json", ".jsonl", ".lock", ".svg", ".tsv", ".xml"}
 _HEADING_SUFFIXES = {".md", ".markdown", ".rst"}
@@ -31,27 +34,45 @@ class Paragraph(NamedTuple):
     text: str
 
 
+class Picture(NamedTuple):
+    """An image file, by its name alone."""
+
+    file: str
+
+
 class Corpus(NamedTuple):
-    """`files` were read; `skipped` were not text or could not be read."""
+    """`files` were read for `paragraphs`; `skipped` were not text or could not be read."""
 
     paragraphs: list[Paragraph]
+    images: list[Picture]
     files: int
     skipped: int
 
 
-def read_corpus(paths: Iterable[str]) -> Corpus:
-    """The paragraphs of all files named, and of all text files in the folders named, in a stable order.
+def read_corpus(paths: Iterable[str], only: Only | None = None, but: Path | None = None) -> Corpus:
+    """The images and paragraphs of all files named, and of all in the folders named, in a stable order.
 
-    Left out of folders: hidden files and folders, data (.csv, .json and their like). Text is what is UTF-8 without
-    NUL.
+    Left out of folders: hidden files and folders, data (.csv, .json and their like). An image is what has one of
+    `IMAGE_SUFFIXES`; it is not opened here. Text is what is UTF-8 without NUL.
+
+    Args:
+        only: images, or text; files of the other kind are not even read.
+        but: a file that is no part of it.
 
     Raises:
         EgemmaError: a path that is not there.
-        OSError: a file that was named cannot be read.
+        OSError: a text file that was named cannot be read.
     """
     paragraphs: list[Paragraph] = []
+    images: list[Picture] = []
     files = skipped = 0
     for path, named in dict(_files(paths)).items():
+        image = is_image(path)
+        if only == ("text" if image else "images") or (but and Path(path).resolve() == but.resolve()):
+            continue
+        if image:
+            images.append(Picture(path))
+            continue
         try:
             text = _read_text(path)
         except OSError:
@@ -63,7 +84,27 @@ def read_corpus(paths: Iterable[str]) -> Corpus:
         else:
             files += 1
             paragraphs += split(text, path)
-    return Corpus(paragraphs, files, skipped)
+    return Corpus(paragraphs, images, files, skipped)
+
+
+def is_image(path: str) -> bool:
+    """Whether a file's name is that of an image."""
+    return Path(path).suffix.lower() in IMAGE_SUFFIXES
+
+
+def names_an_image(argument: str) -> bool:
+    """Whether an argument that may be a text is the name of an image file.
+
+    Raises:
+        EgemmaError: it looks like one, but there is no such file: a slip must not become the vector of its text.
+    """
+    if not is_image(argument):
+        return False
+    if Path(argument).is_file():
+        return True
+    if any(map(str.isspace, argument)):
+        return False
+    raise EgemmaError(f"{argument}: no such image file")
 
 
 def _files(paths: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -165,3 +206,8 @@ def _cut(text: str) -> int:
         if cuts := [match.end() for match in boundary.finditer(text, len(text) // 4, len(text) * 3 // 4)]:
             return min(cuts, key=lambda cut: abs(cut - half))
     return half
+
+
+def one_line(text: str) -> str:
+    """A text on one line, and without the control characters that a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from egemma_mlx.documents import names_an_image
 from egemma_mlx.errors import EgemmaError
 
 if TYPE_CHECKING:
@@ -17,20 +18,47 @@ if TYPE_CHECKING:
 
     from egemma_mlx.tokenizer import Tokenizer
 
+# How an image's name begins where it is no path. (The encoder has an error for URLs.)
+_NO_PATH = ("data:", "http://", "https://")
+
 
 class Record(NamedTuple):
-    """`fields` holds "text" (str), maybe "title" (str), and whatever else came; `place` is for errors, "file:line"."""
+    """`fields` holds "text" (str), "image" (str, or a list of them) or both in the order of their parts, maybe "title"
+    (str), and whatever else came. `place` is for errors, "file:line"; image paths are relative to `folder`."""
 
     place: str
     fields: dict[str, Any]
+    folder: Path = Path()
+
+    @property
+    def images(self) -> list[Path | str]:
+        """Paths, and what names an image otherwise, a data URI."""
+        value = self.fields.get("image", [])
+        return [
+            image if image.startswith(_NO_PATH) else self.folder / image
+            for image in (value if isinstance(value, list) else [value])
+        ]
+
+
+def argument_records(arguments: Sequence[str]) -> list[Record]:
+    """The records of a command line: texts, and the names of image files.
+
+    Raises:
+        EgemmaError: what looks like the name of an image file, but is none.
+    """
+    kinds = ["image" if names_an_image(argument) else "text" for argument in arguments]
+    return [
+        Record(f"{kind} {number}", {kind: argument})
+        for number, (kind, argument) in enumerate(zip(kinds, arguments, strict=True), 1)
+    ]
 
 
 def read_records(source: str) -> list[Record]:
-    """The records of a .txt file (each line a text), a .jsonl file (each line a JSON string, or an object with
-    "text") or, for "-", of standard input (each line a text). Blank lines are texts too, but not in .jsonl.
+    """The records of a .txt file (each line a text), a .jsonl file (each line a JSON string, or an object with "text",
+    "image" or both) or, for "-", of standard input (each line a text). Blank lines are texts too, but not in .jsonl.
 
     Raises:
-        EgemmaError: another file extension; a line, named, that is not UTF-8, not JSON or has no text.
+        EgemmaError: another file extension; a line, named, that is not UTF-8, not JSON or has neither text nor image.
         OSError: the file cannot be read.
     """
     if source == "-":
@@ -48,7 +76,8 @@ def _text_records(file: BinaryIO, name: str) -> list[Record]:
 
 
 def _json_records(file: BinaryIO, name: str) -> list[Record]:
-    return [Record(place, _json_fields(line, place)) for place, line in _lines(file, name) if line.strip()]
+    folder = Path(name).parent
+    return [Record(place, _json_fields(line, place), folder) for place, line in _lines(file, name) if line.strip()]
 
 
 def _json_fields(line: str, place: str) -> dict[str, Any]:
@@ -58,17 +87,22 @@ def _json_fields(line: str, place: str) -> dict[str, Any]:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise EgemmaError(f"{place}: not JSON ({reason})") from None
     fields = {"text": value} if isinstance(value, str) else value
-    if not isinstance(fields, dict) or "text" not in fields:
+    if not isinstance(fields, dict) or not {"text", "image"} & fields.keys():
         found = f"an object with {', '.join(fields) or 'nothing'}" if isinstance(fields, dict) else _json_type(fields)
-        raise EgemmaError(f'{place}: expected a string or an object with "text" but got {found}')
+        raise EgemmaError(f'{place}: expected a string or an object with "text" or "image" but got {found}')
     for key, allowed in (("text", str), ("title", (str, type(None)))):
-        if not isinstance(fields.get(key), allowed):
+        if not isinstance(fields.get(key, ""), allowed):
             raise EgemmaError(f'{place}: expected "{key}" to be a string but got {_json_type(fields[key])}')
+    image = fields.get("image", "")
+    for path in image if isinstance(image, list) and image else [image]:
+        if not isinstance(path, str):
+            raise EgemmaError(f'{place}: expected "image" to be a path or an array of them but got {_json_type(path)}')
     return fields
 
 
 def _json_type(value: object) -> str:
-    return {list: "an array", dict: "an object", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+    names = {str: "a string", list: "an array", dict: "an object", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
@@ -84,10 +118,10 @@ def _lines(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
 
 def prompted(
     records: list[Record], tokenizer: Tokenizer, prompt_name: str | None, prompt: str | None
-) -> tuple[list[str], str]:
-    """The texts to embed, and the prompt before each as `Tokenizer.prompt` chooses it.
+) -> tuple[list[dict[str, Any]], str]:
+    """What `Encoder.encode` embeds, and the prompt before each as `Tokenizer.prompt` chooses it.
 
-    When any record has a title, all are documents, and each text carries its own document prompt.
+    When any record has a title, all are documents, and each carries its own document prompt.
 
     Raises:
         EgemmaError: an unknown prompt name; a title where another prompt was asked for.
@@ -95,10 +129,22 @@ def prompted(
     prefix = tokenizer.prompt(prompt_name, prompt)
     titled = next((record for record in records if record.fields.get("title") is not None), None)
     if titled is None:
-        return [record.fields["text"] for record in records], prefix
+        return [{"text": _content(record), "image": record.images} for record in records], prefix
     if (prompt_name is not None or prompt is not None) and prefix != tokenizer.document(""):
         raise EgemmaError(f"{titled.place}: has a title, which only the document prompt can carry, not {prefix!r}")
-    return [tokenizer.document(record.fields["text"], record.fields.get("title")) for record in records], ""
+    documents = [tokenizer.document(_content(record), record.fields.get("title")) for record in records]
+    return [{"text": text, "image": record.images} for text, record in zip(documents, records, strict=True)], ""
+
+
+def _content(record: Record) -> str:
+    """The text, with a placeholder for each image that it has none for."""
+    from egemma_mlx.tokenizer import IMAGE_TOKEN
+
+    text, images = record.fields.get("text", ""), record.images
+    if images and IMAGE_TOKEN in text:
+        return text
+    parts = {"text": text, "image": IMAGE_TOKEN * len(images)}
+    return "".join(parts[key] for key in record.fields if key in parts)
 
 
 # --- with vectors ----------------------------------------------------------------------------------------------------
@@ -135,11 +181,15 @@ def _write_npy(file: BinaryIO, records: list[Record], vectors: NDArray[Any]) -> 
 def _write_npz(file: BinaryIO, records: list[Record], vectors: NDArray[Any]) -> None:
     import numpy as np
 
-    key = "id" if records and all("id" in record.fields for record in records) else "text"
+    if records and all("id" in record.fields for record in records):
+        names = {"ids": [record.fields["id"] for record in records]}
+    else:
+        names = {"texts": [record.fields.get("text", "") for record in records]}
+        if any(record.images for record in records):
+            names["images"] = ["\n".join(map(str, record.images)) for record in records]
     # A dtype of str, whatever the ids are: anything else might be pickled.
-    names = np.array([str(record.fields[key]) for record in records], dtype=str)
-    arrays: dict[str, Any] = {"embeddings": vectors, f"{key}s": names}
-    np.savez_compressed(file, **arrays)
+    arrays: dict[str, Any] = {key: np.array(list(map(str, values)), dtype=str) for key, values in names.items()}
+    np.savez_compressed(file, embeddings=vectors, **arrays)
 
 
 def _write_jsonl(file: BinaryIO, records: list[Record], vectors: NDArray[Any]) -> None:

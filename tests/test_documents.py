@@ -1,4 +1,4 @@
-"""Paragraphs of text: where they start, what they stand under, what is read and how a long one is cut."""
+"""Paragraphs of text: where they start, what they stand under, what is read and how a long one is cut. Images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from egemma_mlx.documents import Paragraph, pieces, read_corpus, split
+from egemma_mlx.documents import Paragraph, Picture, pieces, read_corpus, split
 from egemma_mlx.errors import EgemmaError
 
 
@@ -102,7 +102,8 @@ def test_what_is_read(tmp_path: Path) -> None:
         "no-suffix": "vier ü".encode(),
         "empty.txt": b"",
         "latin.txt": "ü".encode("latin-1"),
-        "image.png": b"\x89PNG\r\n\0\0",
+        "sub/image.PNG": b"\x89PNG\r\n\0\0",
+        "film.bin": b"\0",
         "late.bin": b"x" * 10_000 + b"\0",
         "table.csv": b"a,b",
         ".hidden": b"no",
@@ -119,6 +120,7 @@ def test_what_is_read(tmp_path: Path) -> None:
         ("c.py", 1, "three"),
     ]
     assert (corpus.files, corpus.skipped) == (5, 3)
+    assert corpus.images == [Picture(str(tmp_path / "sub/image.PNG"))]
     # What is named is read, and read once.
     named = [str(tmp_path / name) for name in (".hidden", "table.csv", "a.txt", "a.txt", ".git")]
     assert [p.text for p in read_corpus(named).paragraphs] == ["no", "a,b", "one", "no"]
@@ -133,6 +135,23 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raise PermissionError(13, "Permission denied", "a.txt")
 
     monkeypatch.setattr(Path, "open", refuse)
-    assert read_corpus([str(tmp_path)]) == ([], 0, 1)
+    assert read_corpus([str(tmp_path)]) == ([], [], 0, 1)
     with pytest.raises(PermissionError):
         read_corpus([str(tmp_path / "a.txt")])
+
+
+def test_images_are_known_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    images = ["a.jpg", "b.JPEG", "c.png", "d.webp", "e.gif", "f.bmp", "g.tif", "h.TIFF"]
+    for name in (*images, "i.svg", "j.txt", "k.png.txt", ".l.png", "out.png"):
+        Path(name).write_text("text")
+    Path("m.png").mkdir()
+    Path("m.png/n.png").touch()
+    corpus = read_corpus(["."], but=tmp_path / "out.png")
+    assert [image.file for image in corpus.images] == [*images, "m.png/n.png"]
+    assert [paragraph.file for paragraph in corpus.paragraphs] == ["j.txt", "k.png.txt"]
+    assert read_corpus(["."], "images", but=Path("out.png")) == ([], corpus.images, 0, 0)
+    assert read_corpus(["."], "text") == (corpus.paragraphs, [], 2, 0)
+    # What is named is taken, and taken once.
+    assert read_corpus([".l.png", "a.jpg", "a.jpg", "j.txt"], "images").images == [Picture(".l.png"), Picture("a.jpg")]
+    assert read_corpus(["a.jpg"], "text") == ([], [], 0, 0)

@@ -399,6 +399,22 @@ def test_a_row_beyond_everyones_window_attends_to_itself(formulas: str, known: b
     assert error(got, v.reshape(9, -1).astype(np.float64)) < 1e-6
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["host lengths", "device lengths"])
+def test_heads_that_take_turns_on_a_cpu_attend_as_heads_at_once(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, module = 700, sys.modules["egemma_mlx.kernels.attention"]
+    monkeypatch.setattr(module, "on_cpu", lambda: True)
+    q, k, v = (mx.array(normal(i, rows, n, 8)) for i, n in enumerate((6, 3, 3)))
+
+    def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        packed = texts(rows - 90, 90)
+        return attention(q, k, v, plan(packed if known else packed.anonymous(), 20))
+
+    at_once, scores = attend(q, k, v), largest_array(attend, q, k, v)
+    monkeypatch.setattr(module, "_SCORES", 1)
+    assert largest_array(attend, q, k, v) < scores
+    assert mx.array_equal(attend(q, k, v), at_once)
+
+
 def largest_array(function: Callable[..., mx.array], *arrays: mx.array) -> int:
     """Elements of the largest array in the graph of `function`."""
     nodes: list[dict[str, Any]] = []

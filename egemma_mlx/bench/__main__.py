@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from egemma_mlx.bench import cost, device, kernels, precision, text
+from egemma_mlx.bench import cost, device, image, kernels, precision, text
 
-_BENCHMARKS = {"text": text, "kernels": kernels, "cost": cost, "device": device, "precision": precision}
+_BENCHMARKS = {
+    "text": text,
+    "image": image,
+    "kernels": kernels,
+    "cost": cost,
+    "device": device,
+    "precision": precision,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

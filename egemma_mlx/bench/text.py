@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from egemma_mlx import __version__
+from egemma_mlx.bench import processes
 
 Embed = Callable[[list[str]], Any]
 
@@ -95,41 +96,19 @@ _KEPT: list[Any] = []
 
 
 def _serve(name: str, folder: str) -> None:
-    """Child process: a JSON list of texts a line in, the seconds that embedding them took a line out."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's own chatter
-    embed = _CONTENDERS[name](folder)
-    answers.write("ready\n")
-    for line in sys.stdin:
-        texts = json.loads(line)
-        start = time.perf_counter()
-        embed(texts)
-        answers.write(f"{time.perf_counter() - start}\n")
+    """Child process: the seconds that embedding a list of texts took."""
 
-
-@contextmanager
-def _contender(name: str, folder: str) -> Iterator[Callable[[list[str]], float] | None]:
-    """Seconds that `name` takes for a list of texts, or None where it does not start."""
-    command = [sys.executable, "-m", "egemma_mlx.bench", "text", "--serve", name, "--model", folder]
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
-        assert process.stdin is not None and process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
+    def start() -> Callable[[list[str]], float]:
+        embed = _CONTENDERS[name](folder)
 
         def seconds(texts: list[str]) -> float:
-            stdin.write(json.dumps(texts) + "\n")
-            stdin.flush()
-            return float(stdout.readline())
+            begin = time.perf_counter()
+            embed(texts)
+            return time.perf_counter() - begin
 
-        if stdout.readline() == "ready\n":
-            yield seconds
-        else:
-            log.seek(0)
-            print(f"{name} did not start: {log.read().strip().splitlines()[-1:]}", file=sys.stderr)
-            yield None
-        stdin.close()
+        return seconds
+
+    processes.serve(start)
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
@@ -156,17 +135,24 @@ def _compare(folder: str, names: Sequence[str], rounds: int | None) -> dict[str,
     """Median seconds by workload and contender."""
     results: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
-        started = {name: stack.enter_context(_contender(name, folder)) for name in names}
-        contenders = [(name, seconds) for name, seconds in started.items() if seconds is not None]
-        for workload, (counts, most) in _WORKLOADS.items():
-            texts = _texts(folder, counts)
+        contenders = []
+        for name in names:
+            seconds = stack.enter_context(processes.served("text", "--serve", name, "--model", folder))
+            if isinstance(seconds, str):
+                print(f"{name} did not start: {seconds}", file=sys.stderr)
+            else:
+                contenders.append((name, seconds))
+        corpora = {workload: _texts(folder, counts) for workload, (counts, _) in _WORKLOADS.items()}
+        for _, seconds in contenders:
+            for texts in corpora.values():  # all of them: what compiles does so after some work
+                seconds(texts)
+        for workload, (_, most) in _WORKLOADS.items():
+            texts = corpora[workload]
             times: dict[str, list[float]] = {name: [] for name, _ in contenders}
-            for number in range(1 + (rounds or most)):
+            for number in range(rounds or most):
                 for name, seconds in contenders if number % 2 else contenders[::-1]:
-                    elapsed = seconds(texts)
-                    if number:  # the first is for warming up
-                        times[name].append(elapsed)
-                    print(f"{workload}, round {number}: {name} {elapsed:.3f} s", file=sys.stderr)
+                    times[name].append(seconds(texts))
+                    print(f"{workload}, round {number}: {name} {times[name][-1]:.3f} s", file=sys.stderr)
             results[workload] = {name: statistics.median(values) for name, values in times.items()}
     return results
 

@@ -44,7 +44,7 @@ _EXP2_P = (
 _ROUND, _ROUND_BITS = 12582912.0, 0x4B400000
 
 _MOST_TRACES = 256
-_WORTH = 1 << 22
+_WORTH = 1 << 26
 _Leaf = TypeVar("_Leaf", bound=Callable[..., object])
 
 
@@ -55,8 +55,9 @@ def on_cpu() -> bool:
 def fused(function: _Leaf) -> _Leaf:
     """`mx.compile` for an elementwise leaf of many operations, once it pays, and forgetting traces when they are many.
 
-    On the CPU MLX calls g++ for a second or more, which the plain operations take over the first `_WORTH` elements:
-    a first query does not wait for it. Every shape is a trace, and MLX keeps and searches them all: texts of all
+    On the CPU MLX calls g++ for a second or two, which is what the plain operations lose over the first `_WORTH`
+    elements: a first search does not wait for it, and whoever has much to embed soon has it back. Every shape is a trace,
+    and MLX keeps and searches them all: texts of all
     lengths would make thousands. (Shapeless compilation keeps every broadcast and splits the loop: three times slower.)
     """
     traces = _Traces()
