@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 Shape = tuple[int, ...]
+
+DEFAULT_MODEL = "google/embeddinggemma-2"
+MINI = "mini"
+"""The name of the small model in this package: a stand-in, not Google's (assets/mini/README.md)."""
+GET_REAL = f"hf download {DEFAULT_MODEL}"
+_MINI_FOLDER = Path(__file__).parent / "assets" / MINI
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -39,17 +46,25 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_TIMEOUT = 5.0  # seconds for its first answer
 
 
-def resolve(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+def resolve(path_or_hf_repo: str | Path | None = None, revision: str | None = None) -> Path:
     """The folder of a checkpoint: `path_or_hf_repo` itself, or the hub's `org/name` at `revision` in the local cache.
 
     A complete copy in the cache is taken as it is (`hf download` refreshes it). What the cache lacks is downloaded;
-    without network the cache alone decides.
+    without network the cache alone decides. "mini" is the model in this package, unless the working directory has a
+    checkpoint of that name.
+
+    None is $EGEMMA_MODEL; without that, google/embeddinggemma-2 where the cache has all of it (or a revision is asked
+    for), and else "mini", which one line on stderr says. Nothing is downloaded to decide that.
 
     Raises:
         EgemmaError: neither a folder nor to be had from the hub; a revision of a folder.
     """
+    if path_or_hf_repo is None:
+        path_or_hf_repo = _default(revision)
     name = str(path_or_hf_repo)
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 - Path's own raises where a user does not exist
+    if path_or_hf_repo == MINI and not (folder / "config.json").is_file():
+        folder = _MINI_FOLDER
     if name and folder.is_dir():
         if revision is not None:
             raise EgemmaError(f"revision: expected a hub id beside revision {revision!r} but got the folder {folder}")
@@ -66,16 +81,42 @@ def resolve(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
         ) from error
 
 
-def _from_hub(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import model_info, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def _default(revision: str | None) -> str | Path:
+    """What is meant where no model is named."""
+    if named := os.environ.get("EGEMMA_MODEL"):
+        return named
+    if revision is not None or _is_at_hand(DEFAULT_MODEL):
+        return DEFAULT_MODEL
+    _say_that_mini_stands_in()
+    return _MINI_FOLDER
 
-    download = functools.partial(snapshot_download, repo, revision=revision, allow_patterns=list(_HUB_FILES))
-    cached = None
-    with contextlib.suppress(LocalEntryNotFoundError):
-        cached = Path(download(local_files_only=True))
-        if _is_complete(cached):
-            return cached
+
+@functools.cache
+def _say_that_mini_stands_in() -> None:
+    print(
+        f"egemma-mlx: {DEFAULT_MODEL} is not in the local cache (`{GET_REAL}` gets it): using {MINI}, a small stand-in "
+        "that is not Google's",
+        file=sys.stderr,
+    )
+
+
+def _is_at_hand(repo: str) -> bool:
+    """Whether the local cache has all of a hub repository."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    # Asked before the hub's client, whose import takes half a second.
+    if not Path(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").is_dir():
+        return False
+    cached = _cached(repo)
+    return cached is not None and _is_complete(cached)
+
+
+def _from_hub(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import model_info
+
+    cached = _cached(repo, revision)
+    if cached is not None and _is_complete(cached):
+        return cached
     try:
         # Asked first because snapshot_download has no timeout: where a firewall drops packets it waits for minutes.
         model_info(repo, revision=revision, timeout=_HUB_TIMEOUT)
@@ -83,7 +124,23 @@ def _from_hub(repo: str, revision: str | None) -> Path:
         if cached is None:
             raise
         return cached
-    return Path(download())
+    return _snapshot(repo, revision)
+
+
+def _cached(repo: str, revision: str | None = None) -> Path | None:
+    """What the local cache has of a hub repository, which may be less than all."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with contextlib.suppress(LocalEntryNotFoundError):
+        return _snapshot(repo, revision, local_files_only=True)
+    return None
+
+
+def _snapshot(repo: str, revision: str | None, *, local_files_only: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    allowed = list(_HUB_FILES)
+    return Path(snapshot_download(repo, revision=revision, allow_patterns=allowed, local_files_only=local_files_only))
 
 
 def _is_complete(folder: Path) -> bool:
@@ -97,8 +154,9 @@ def _is_complete(folder: Path) -> bool:
 
 def _ways_out(repo: str) -> str:
     return (
-        f"name a local checkpoint folder (as the argument or in EGEMMA_MODEL), run `hf download {repo}` where there is "
-        "network and access, or write a random one with `egemma-mlx checkpoint FOLDER`"
+        f"name a local checkpoint folder (as the argument or in EGEMMA_MODEL) or {MINI}, the small stand-in in this "
+        f"package, run `hf download {repo}` where there is network and access, or write a random one with "
+        "`egemma-mlx checkpoint FOLDER`"
     )
 
 
@@ -238,7 +296,10 @@ def check_modalities(config: Config, modalities: Iterable[str]) -> tuple[str, ..
         )
     for name, tower in (("image", config.vision), ("audio", config.audio)):
         if name in asked and tower is None:
-            raise EgemmaError(f"modalities: {name} was asked for, but this checkpoint's config.json has no such tower")
+            raise EgemmaError(
+                f"modalities: {name} was asked for, but this checkpoint's config.json has no such tower; "
+                f"{DEFAULT_MODEL} has (`{GET_REAL}`)"
+            )
     return tuple(name for name in MODALITIES if name == "text" or name in asked)
 
 

@@ -23,8 +23,8 @@ from egemma_mlx.tokenizer import Tokenizer
 
 Precision = Literal["float32", "bfloat16"]
 
-DEFAULT_MODEL = "google/embeddinggemma-2"
-_EMBEDDINGS = "language_model.embed_tokens.weight"
+# Few rows of these are read.
+_EMBEDDINGS = ("language_model.embed_tokens.weight", "vision_tower.patch_embedder.position_embedding_table")
 
 
 def load(
@@ -39,9 +39,10 @@ def load(
     """Load a checkpoint.
 
     Args:
-        path_or_hf_repo: a folder, or a hub id; None: $EGEMMA_MODEL, else google/embeddinggemma-2.
+        path_or_hf_repo: a folder, a hub id, or "mini", the small stand-in in this package; None: $EGEMMA_MODEL, else
+            google/embeddinggemma-2 where the hub's local cache has it, else "mini", with a line on stderr.
         revision: of the hub repository.
-        modalities: the towers to load; this version has the text model alone.
+        modalities: the towers to load beside the text model: ("text", "image") for images.
         precision: of products with weights: "float32", or "bfloat16" for operands and results (`kernels/bfloat16.py`:
             faster on GPUs with matrix units, half the memory on the CPU). All else is float32. "float32" also keeps
             TF32 out of products (`MLX_ENABLE_TF32=0`, unless that variable is set already), with a warning if it is
@@ -58,19 +59,20 @@ def load(
     Raises:
         EgemmaError: the checkpoint cannot be had, or a file in it is not what it should be.
     """
-    modalities = tuple(modalities)
-    if modalities != ("text",):
-        raise EgemmaError(f"expected modalities ('text',), all that this version runs, but got {modalities}")
     _check_precision(precision)
     if precision == "float32":
         _exact_products()
     if on_cpu():
         blas.warn_if_slow()
         keep_pages()
-    folder = checkpoint.resolve(path_or_hf_repo or default_model(), revision)
+    folder = checkpoint.resolve(path_or_hf_repo, revision)
     config = Config.from_file(folder / "config.json")
+    towers = checkpoint.check_modalities(config, modalities)
+    if "audio" in towers:
+        raise EgemmaError("modalities: audio is not in this version; expected some of text, image")
     tokenizer = Tokenizer.from_folder(folder, config)
-    return load_model(folder, config, select(backend, config.text), compiled, precision), tokenizer
+    kernels = select(backend, config.text, config.vision if "image" in towers else None)
+    return load_model(folder, config, kernels, compiled, precision, towers), tokenizer
 
 
 def load_model(
@@ -79,20 +81,16 @@ def load_model(
     kernels: Kernels,
     compiled: bool | None = None,
     precision: Precision = "float32",
+    modalities: Iterable[str] = ("text",),
 ) -> EmbeddingGemma2:
-    """The text model of a checkpoint folder over a set of kernel functions, its weights evaluated."""
+    """The model of a checkpoint folder over a set of kernel functions, its weights evaluated."""
     rounded = precision == "bfloat16"
-    model = EmbeddingGemma2(config, bfloat16(kernels) if rounded else kernels, compiled)
-    weights = checkpoint.load_tensors(folder, config, ("text",))
+    model = EmbeddingGemma2(config, bfloat16(kernels) if rounded else kernels, compiled, modalities)
+    weights = checkpoint.load_tensors(folder, config, modalities)
     dtype = mx.bfloat16 if rounded else mx.float32 if kernels.name == "ops" else None
     model.load_weights([(name, _resident(name, weights.pop(name), dtype)) for name in list(weights)])
     mx.eval(model.parameters())
     return model
-
-
-def default_model() -> str:
-    """The folder or hub id meant where none is named."""
-    return os.environ.get("EGEMMA_MODEL") or DEFAULT_MODEL
 
 
 def generate(
@@ -116,7 +114,9 @@ def generate(
         The model's output, lazy, one row a text.
     """
     if images is not None:
-        raise EgemmaError("[generate] expected images=None: this version embeds text alone")
+        raise EgemmaError(
+            '[generate] expected images=None: Encoder(..., modalities=("text", "image")).encode embeds images'
+        )
     kwargs.pop("resize_shape", None)
     inputs = tokenizer(
         [texts] if isinstance(texts, str) else texts,
@@ -139,8 +139,8 @@ def _check_precision(precision: str) -> None:
 def _resident(name: str, weight: mx.array, dtype: mx.Dtype | None) -> mx.array:
     """A weight as the kernels keep it: as stored (None) where they widen it in registers; float32 for plain operations,
     where widening at every call costs more than a short query's product; bfloat16 where they would round it. The
-    embedding table stays as it is, since few rows of it are read; so do vectors that are no operand of a product."""
-    if name == _EMBEDDINGS or dtype is None or (dtype == mx.bfloat16 and weight.ndim == 1):
+    embedding tables stay as they are; so do vectors that are no operand of a product."""
+    if name in _EMBEDDINGS or dtype is None or (dtype == mx.bfloat16 and weight.ndim == 1):
         return weight
     resident = weight.astype(dtype)
     mx.eval(resident)

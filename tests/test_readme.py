@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from egemma_mlx.random_checkpoint import write_checkpoint
 
@@ -22,8 +23,9 @@ def _blocks(language: str) -> list[str]:
 
 def test_python_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As wide as the real model, which the examples name by default.
-    folder = write_checkpoint(tmp_path / "model", "tiny", modalities=("text",), embedding_dim=768)
+    folder = write_checkpoint(tmp_path / "model", "tiny", modalities=("text", "image"), embedding_dim=768)
     monkeypatch.setenv("EGEMMA_MODEL", str(folder))
+    monkeypatch.chdir(tmp_path)
     source = "".join(_blocks("pycon"))
     examples = doctest.DocTestParser().get_doctest(source, {}, "README", str(README), 0)
     assert len(examples.examples) > 10
@@ -33,12 +35,17 @@ def test_python_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_shell_examples(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "LICENSE", tmp_path)
+    for name in ("LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "photos").mkdir()
+    for color in ("red", "navy"):
+        Image.new("RGB", (64, 48), color).save(tmp_path / "photos" / f"{color}.png")
     tool = tmp_path / "bin" / "egemma-mlx"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m egemma_mlx.cli "$@"\n')
     tool.chmod(0o755)
-    environment = os.environ | {
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "EGEMMA_"))} | {
+        "HF_HOME": str(tmp_path / "hub"),  # which has nothing
         "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "COLUMNS": "80",
