@@ -56,9 +56,9 @@ def fused(function: _Leaf) -> _Leaf:
     """`mx.compile` for an elementwise leaf of many operations, once it pays, and forgetting traces when they are many.
 
     On the CPU MLX calls g++ for a second or two, which is what the plain operations lose over the first `_WORTH`
-    elements: a first search does not wait for it, and whoever has much to embed soon has it back. Every shape is a trace,
-    and MLX keeps and searches them all: texts of all
-    lengths would make thousands. (Shapeless compilation keeps every broadcast and splits the loop: three times slower.)
+    elements: a first search does not wait for it, and whoever has much to embed soon has it back. Every shape is a
+    trace, and MLX keeps and searches them all: texts of all lengths would make thousands. (Shapeless compilation keeps
+    every broadcast and splits the loop: three times slower.)
     """
     traces = _Traces()
 

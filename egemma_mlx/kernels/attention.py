@@ -272,8 +272,7 @@ def _attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None) -> 
 
 
 def _row_max(scores: mx.array) -> mx.array:
-    """The greatest of each row, [..., 1]: first across pieces of it, since maxima of columns take MLX's CPU a third of the
-    time."""
+    """The greatest of each row, [..., 1]: first of columns, which take the CPU a third of the time."""
     length = scores.shape[-1]
     width = next((n for n in range(64, 15, -1) if length % n == 0), length)
     if width < length:
