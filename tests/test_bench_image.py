@@ -57,7 +57,8 @@ def test_both_contenders_make_the_same(run: Run, folder: Path) -> None:
     assert [each["stage"] for each in report["timings"]] == ["pixels to soft tokens", "JPEG to unit vector"]
     for each in report["timings"]:
         assert list(each["seconds"]) == ["egemma-mlx", "transformers"] and min(each["seconds"].values()) > 0
-        assert 0 < each["difference"] <= 2e-6
+        # Of the second the pixels differ too, where transformers has its torchvision processor.
+        assert 0 < each["difference"] <= (2e-6 if each["stage"] == "pixels to soft tokens" else 5e-4)
 
 
 def test_without_transformers_a_line_says_so(run: Run, alone: None) -> None:
