@@ -249,3 +249,15 @@ def test_the_readmes_cpp(exported: Callable[..., Any], tiny_text: Path) -> None:
     model, _ = load(tiny_text, backend="ops")
     vector = np.array(model(mx.array([[2, 17, 5, 1]])).text_embeds)[0]
     np.testing.assert_allclose(printed, [*vector[:3], *vector[-3:]], rtol=1e-4, atol=1e-6)
+
+
+def test_models_made_before_do_not_deepen_a_trace(tiny_text: Path) -> None:
+    """Layers draw first weights from keys that follow each other; a long chain would end MLX's tracing in a crash."""
+    program = (
+        "import sys, mlx.core as mx; from pathlib import Path; from egemma_mlx.config import Config\n"
+        "from egemma_mlx.models.encoder import EmbeddingGemma2\n"
+        "config = Config.from_file(Path(sys.argv[1], 'config.json'))\n"
+        "models = [EmbeddingGemma2(config) for _ in range(600)]\n"
+        "mx.export_function(lambda event: None, models[-1].language_model.embed, mx.array([1, 2]))\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tiny_text)], check=True)

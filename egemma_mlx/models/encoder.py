@@ -68,6 +68,9 @@ class EmbeddingGemma2(nn.Module):
             self.vision_tower = VisionTower(config.vision)
             self.embed_vision = VisionEmbedder(config.vision, config.text.hidden_size)
             self._patch_rope = self.vision_tower.rope_table()
+        # Layers drew their first weights, unevaluated: key upon key, a chain that MLX walks by recursion and that every
+        # further model would lengthen.
+        mx.eval(mx.random.state)
         self._rope = RopeTables(config.text)
         self._compiled = mx.compile(self._traced, inputs=[self.language_model.state])
 
