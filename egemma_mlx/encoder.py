@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -226,7 +225,7 @@ class Encoder:
             if max_soft_tokens is not None:
                 raise EgemmaError('max_soft_tokens is about images: load with modalities=("text", "image")')
             return self.image_processor
-        return replace(self.image_processor, budget=max_soft_tokens)
+        return self.image_processor.with_budget(max_soft_tokens)
 
 
 def default_batch_tokens() -> int:
