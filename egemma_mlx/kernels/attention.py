@@ -17,7 +17,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from egemma_mlx.kernels import check
-from egemma_mlx.kernels.approx import fused, on_cpu, softmax_exp
+from egemma_mlx.kernels.approx import on_cpu, softmax_exp2
 from egemma_mlx.packing import Grid, Packed, membership
 
 # Query rows scored at once: a smaller block reads less beyond its window, a larger one makes fewer, larger products.
@@ -101,12 +101,14 @@ def plan(packed: Packed, window: int | None) -> Plan:
     return _blocks(packed, window)
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan) -> mx.array:
+def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan, *, eager: bool = False) -> mx.array:
     """Attention over a packed batch; query heads share kv heads in order.
 
     Args:
         q: [T, heads, head_dim] float32; k, v: [T, kv_heads, head_dim].
         plan: from `plan`, of the same batch.
+        eager: evaluate tile by tile. MLX orders what is lazy breadth first: the scores of all tiles come before the
+            first weight, and no cache keeps them until then.
 
     Returns:
         [T, heads·head_dim] float32.
@@ -116,7 +118,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan) -> mx.array:
     q, k, v = (x.transpose(1, 0, 2).reshape(kv_heads, -1, rows, head_dim) for x in (q, k, v))
     if isinstance(plan, Gridded):
         return _over_grid(q, k, v, plan)
-    return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan.runs)
+    return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan.runs, eager)
 
 
 def check_tables(packed: Packed) -> None:
@@ -169,14 +171,18 @@ def _tiles(positions: mx.array, dense: bool, window: int | None) -> list[Tile]:
     return tiles
 
 
-def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run]) -> mx.array:
+def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run], eager: bool) -> mx.array:
     """[kv_heads, group, T, head_dim] → [T, heads·head_dim]."""
     outs, stop = [], 0
     for run in runs:
         stop = run.start + run.segments * run.length
         shape = (run.segments, run.length, q.shape[-1])
         qs, ks, vs = (x[:, :, run.start : stop].reshape(*x.shape[:2], *shape) for x in (q, k, v))
-        tiles = [_attend(qs[..., t.here, :], ks[..., t.near, :], vs[..., t.near, :], t.allowed) for t in run.tiles]
+        tiles = []
+        for here, near, allowed in run.tiles:
+            tiles.append(_attend(qs[..., here, :], ks[..., near, :], vs[..., near, :], allowed))
+            if eager:
+                mx.eval(tiles[-1])
         out = tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=-2)
         outs.append(_rows_first(out.reshape(*q.shape[:2], -1, q.shape[-1])))
     if stop < q.shape[2]:
@@ -261,13 +267,14 @@ def _attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None) -> 
     if on_cpu() and heads < len(q):
         turns = [slice(first, first + heads) for first in range(0, len(q), heads)]
         return mx.concatenate([_attend(q[turn], k[turn], v[turn], allowed) for turn in turns])
-    scores = q @ k.swapaxes(-1, -2)
+    # exp(x) = 2^(x·log₂e) in multiply-adds on the CPU, where q takes the factor: it is smaller than the scores.
+    scores = (q * math.log2(math.e) if on_cpu() else q) @ k.swapaxes(-1, -2)
     if allowed is not None:
         scores = mx.where(allowed, scores, _MASKED)
     if not on_cpu():
         return mx.softmax(scores, axis=-1) @ v
-    # exp in multiply-adds; the sum as a product with ones, which BLAS adds up in blocks and so more exactly.
-    weights = _shifted_exp(scores, _row_max(scores))
+    weights = softmax_exp2(scores - _row_max(scores))
+    # The sum as a product with ones, which BLAS adds up in blocks and so more exactly.
     return (weights @ v) / (weights @ mx.ones((weights.shape[-1], 1)))
 
 
@@ -278,8 +285,3 @@ def _row_max(scores: mx.array) -> mx.array:
     if width < length:
         scores = scores.reshape(*scores.shape[:-1], -1, width).max(axis=-2)
     return scores.max(axis=-1, keepdims=True)
-
-
-@fused
-def _shifted_exp(scores: mx.array, top: mx.array) -> mx.array:
-    return softmax_exp(scores - top)

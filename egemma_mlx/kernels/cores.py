@@ -1,14 +1,13 @@
 """Attention of plain operations on all cores of a CPU, for one large batch that runs alone.
 
 MLX's row operations keep one core busy, and a BLAS gains nothing from more threads in products as small as those of a
-head of 64 channels. So heads go to as many streams as there are cores, each with a thread of its own, and a product to
-one thread.
+head of 64 channels. So each core takes a head at a time, and a product one thread. (Streams of one thread would do, but
+MLX lets ten operations wait at most, of all streams together, and a core often has none of them.)
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 
 import mlx.core as mx
@@ -17,6 +16,9 @@ from egemma_mlx import blas
 from egemma_mlx.kernels import OPS, Kernels
 from egemma_mlx.kernels import attention as plain
 from egemma_mlx.kernels.approx import on_cpu
+from egemma_mlx.workers import Workers
+
+_workers = Workers("core")
 
 
 def on_all_cores(kernels: Kernels) -> Kernels:
@@ -26,29 +28,22 @@ def on_all_cores(kernels: Kernels) -> Kernels:
 
 def attention(q: mx.array, k: mx.array, v: mx.array, plan: plain.Plan) -> mx.array:
     """`attention.attention`, evaluated."""
-    mx.eval(q, k, v)  # products before attention have all threads of the BLAS
+    mx.eval(q, k, v, plan)  # products before attention have all threads of the BLAS
     before = blas.set_threads(1)
     if before == 1:  # as in a batch beside others, which have the other cores
         return plain.attention(q, k, v, plan)
+    group = q.shape[1] // k.shape[1]
+
+    def head(at: int) -> mx.array:
+        here, shared = slice(at * group, (at + 1) * group), slice(at, at + 1)
+        out = plain.attention(q[:, here], k[:, shared], v[:, shared], plan, eager=True)
+        mx.eval(out)
+        return out
+
     try:
-        group, streams, outs = q.shape[1] // k.shape[1], _streams(), []
-        for head in range(k.shape[1]):
-            with mx.stream(streams[head % len(streams)]):
-                heads = q[:, head * group : (head + 1) * group], k[:, head : head + 1], v[:, head : head + 1]
-                outs.append(plain.attention(*heads, plan))
-        mx.eval(outs)
+        _workers.start(os.cpu_count() or 1)
+        outs = [future.result() for future in [_workers.submit(head, at) for at in range(k.shape[1])]]
     finally:
         if before is not None:
             blas.set_threads(before)
     return mx.concatenate(outs, axis=1)
-
-
-_local = threading.local()
-
-
-def _streams() -> list[mx.Stream]:
-    """One a core. MLX knows a stream in the thread alone that made it."""
-    if not hasattr(_local, "streams"):
-        _local.streams = [mx.new_stream(mx.Device(mx.cpu)) for _ in range(os.cpu_count() or 1)]
-    streams: list[mx.Stream] = _local.streams
-    return streams
