@@ -199,7 +199,7 @@ def test_a_text_model_takes_every_string_for_a_text(folder: Path, photos: Photos
 
 def test_pixels_live_for_their_batch_alone(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in each lane, one decoded ahead, and one that a lane is about to let go of."""
-    bound = lanes._start() + 2
+    bound = lanes._workers.start(1) + 2
     alive, most, lock = 0, 0, threading.RLock()
     decode = ImageProcessor.__call__
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from egemma_mlx import packing
 from egemma_mlx.kernels import OPS, approx
-from egemma_mlx.kernels.attention import _shifted_exp, attention, plan
+from egemma_mlx.kernels.attention import attention, plan
 from egemma_mlx.kernels.gelu import gelu_mul
 from egemma_mlx.kernels.linear import linear
 from egemma_mlx.kernels.norm import add_norm, rms_norm
@@ -196,19 +196,16 @@ def test_products_end_in_what_follows_them(formulas: str, dtype: mx.Dtype) -> No
 
 
 @pytest.mark.parametrize("fuse", [lambda f: f, mx.compile], ids=["plain", "compiled"])
-def test_softmax_exp_keeps_its_relative_error(fuse: Callable[..., Any]) -> None:
-    x = np.linspace(-87, 0, 400_001).astype(np.float32)
-    got = np.array(fuse(approx.softmax_exp)(mx.array(x))).astype(np.float64)
-    exact = np.exp(x.astype(np.float64))
-    assert (np.abs(got / exact - 1) <= 1.6e-7 + 7.5e-8 * np.abs(x)).all()
-    assert np.abs(got - exact).max() < 1.2e-7  # what counts beside the largest weight, 1
+def test_exp2_keeps_its_relative_error(fuse: Callable[..., Any]) -> None:
+    y = np.concatenate([np.linspace(-126.4, 127, 800_001), np.linspace(-1, 1, 200_001)]).astype(np.float32)
+    got = np.array(fuse(approx.exp2)(mx.array(y))).astype(np.float64)
+    assert np.abs(got / np.exp2(y.astype(np.float64)) - 1).max() < 3e-7
 
 
 @pytest.mark.parametrize("fuse", [lambda f: f, mx.compile], ids=["plain", "compiled"])
-def test_softmax_exp_is_one_at_zero_and_vanishes_far_below(fuse: Callable[..., Any]) -> None:
-    got = np.array(fuse(approx.softmax_exp)(mx.array([0.0, -0.0, -88.0, -200.0, -1e30])))
-    assert (got[:2] == 1).all()
-    assert (got[2:] > 0).all() and (got[2:] < 1.2e-38).all()
+def test_exp2_is_one_at_zero_and_nothing_far_below(fuse: Callable[..., Any]) -> None:
+    got = np.array(fuse(approx.exp2)(mx.array([0.0, -0.0, -126.6, -200.0, -5e6, -1e9, -1e30, -3e38])))
+    assert got.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_tanh_is_within_four_ulps_of_one_everywhere() -> None:
@@ -413,7 +410,8 @@ def test_heads_that_take_turns_on_a_cpu_attend_as_heads_at_once(known: bool, mon
     at_once, scores = attend(q, k, v), largest_array(attend, q, k, v)
     monkeypatch.setattr(module, "_SCORES", 1)
     assert largest_array(attend, q, k, v) < scores
-    assert mx.array_equal(attend(q, k, v), at_once)
+    # A BLAS may add up a product of other sizes in another order.
+    assert error(attend(q, k, v), np.array(at_once).astype(np.float64)) < 1e-6
 
 
 def largest_array(function: Callable[..., mx.array], *arrays: mx.array) -> int:
@@ -472,7 +470,7 @@ def test_compiled_leaves_equal_their_plain_operations(monkeypatch: pytest.Monkey
     def results() -> list[np.ndarray]:
         random = np.random.default_rng(5)
         arrays = [mx.array(random.normal(size=(2, n)).astype(np.float32)) for n in (5, 8, 64, 5)]
-        exps = [_shifted_exp(9 * x, (9 * x).max(axis=-1, keepdims=True)) for x in arrays]
+        exps = [approx.exp2(9 * x - (9 * x).max(axis=-1, keepdims=True)) for x in arrays]
         return [np.array(x) for x in [*exps, *(gelu_mul(3 * x, x) for x in arrays)]]
 
     monkeypatch.setattr(approx, "_WORTH", 1 << 60)

@@ -17,13 +17,15 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from egemma_mlx.kernels import check
-from egemma_mlx.kernels.approx import on_cpu, softmax_exp2
+from egemma_mlx.kernels.approx import exp2, on_cpu
 from egemma_mlx.packing import Grid, Packed, membership
 
 # Query rows scored at once: a smaller block reads less beyond its window, a larger one makes fewer, larger products.
 _BLOCK = 256
 # Scores at once on the CPU, where heads then take turns: 4 MB, which caches keep from one pass over them to the next.
 _SCORES = 1 << 20
+BOUND = 60.0
+"""Scores within which exp, and its sum over as many keys as there may be, is a normal number: e⁶⁰ is 2⁸⁷."""
 # Finite, so that a row without keys averages to something finite.
 _MASKED = -1e30
 
@@ -101,12 +103,15 @@ def plan(packed: Packed, window: int | None) -> Plan:
     return _blocks(packed, window)
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan, *, eager: bool = False) -> mx.array:
+def attention(
+    q: mx.array, k: mx.array, v: mx.array, plan: Plan, *, bounded: bool = False, eager: bool = False
+) -> mx.array:
     """Attention over a packed batch; query heads share kv heads in order.
 
     Args:
         q: [T, heads, head_dim] float32; k, v: [T, kv_heads, head_dim].
         plan: from `plan`, of the same batch.
+        bounded: no score is beyond ±`BOUND`, so that no exponential of one needs a shift.
         eager: evaluate tile by tile. MLX orders what is lazy breadth first: the scores of all tiles come before the
             first weight, and no cache keeps them until then.
 
@@ -118,7 +123,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan, *, eager: bool 
     q, k, v = (x.transpose(1, 0, 2).reshape(kv_heads, -1, rows, head_dim) for x in (q, k, v))
     if isinstance(plan, Gridded):
         return _over_grid(q, k, v, plan)
-    return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan.runs, eager)
+    return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan.runs, bounded, eager)
 
 
 def check_tables(packed: Packed) -> None:
@@ -171,7 +176,7 @@ def _tiles(positions: mx.array, dense: bool, window: int | None) -> list[Tile]:
     return tiles
 
 
-def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run], eager: bool) -> mx.array:
+def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run], bounded: bool, eager: bool) -> mx.array:
     """[kv_heads, group, T, head_dim] → [T, heads·head_dim]."""
     outs, stop = [], 0
     for run in runs:
@@ -180,7 +185,7 @@ def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run], eager: bo
         qs, ks, vs = (x[:, :, run.start : stop].reshape(*x.shape[:2], *shape) for x in (q, k, v))
         tiles = []
         for here, near, allowed in run.tiles:
-            tiles.append(_attend(qs[..., here, :], ks[..., near, :], vs[..., near, :], allowed))
+            tiles.append(_attend(qs[..., here, :], ks[..., near, :], vs[..., near, :], allowed, bounded))
             if eager:
                 mx.eval(tiles[-1])
         out = tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=-2)
@@ -261,19 +266,20 @@ def _blocked(x: mx.array, block: int, reach: int, outside: int = 0) -> tuple[mx.
     return windows(block, reach), windows(block + 2 * reach, 0)
 
 
-def _attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None) -> mx.array:
+def _attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None, bounded: bool = False) -> mx.array:
     """softmax(q·kᵀ)·v over the last two axes; the first is that of kv heads."""
     heads = max(_SCORES // (math.prod(q.shape[1:-1]) * k.shape[-2]), 1)
     if on_cpu() and heads < len(q):
         turns = [slice(first, first + heads) for first in range(0, len(q), heads)]
-        return mx.concatenate([_attend(q[turn], k[turn], v[turn], allowed) for turn in turns])
+        return mx.concatenate([_attend(q[turn], k[turn], v[turn], allowed, bounded) for turn in turns])
     # exp(x) = 2^(x·log₂e) in multiply-adds on the CPU, where q takes the factor: it is smaller than the scores.
     scores = (q * math.log2(math.e) if on_cpu() else q) @ k.swapaxes(-1, -2)
     if allowed is not None:
         scores = mx.where(allowed, scores, _MASKED)
     if not on_cpu():
         return mx.softmax(scores, axis=-1) @ v
-    weights = softmax_exp2(scores - _row_max(scores))
+    # A row whose keys are all masked has weights only if it is shifted.
+    weights = exp2(scores if bounded and allowed is None else scores - _row_max(scores))
     # The sum as a product with ones, which BLAS adds up in blocks and so more exactly.
     return (weights @ v) / (weights @ mx.ones((weights.shape[-1], 1)))
 

@@ -35,8 +35,9 @@ def attention(q: mx.array, k: mx.array, v: mx.array, plan: plain.Plan) -> mx.arr
     group = q.shape[1] // k.shape[1]
 
     def head(at: int) -> mx.array:
-        here, shared = slice(at * group, (at + 1) * group), slice(at, at + 1)
-        out = plain.attention(q[:, here], k[:, shared], v[:, shared], plan, eager=True)
+        queries, keys, values = q[:, at * group : (at + 1) * group], k[:, at : at + 1], v[:, at : at + 1]
+        bounded = bool(_longest(queries) * _longest(keys) < plain.BOUND)  # |q·k| ≤ |q|·|k|
+        out = plain.attention(queries, keys, values, plan, bounded=bounded, eager=True)
         mx.eval(out)
         return out
 
@@ -47,3 +48,8 @@ def attention(q: mx.array, k: mx.array, v: mx.array, plan: plain.Plan) -> mx.arr
         if before is not None:
             blas.set_threads(before)
     return mx.concatenate(outs, axis=1)
+
+
+def _longest(x: mx.array) -> mx.array:
+    """The greatest length of a row."""
+    return mx.sqrt(mx.square(x).sum(axis=-1).max())
