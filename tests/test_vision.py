@@ -236,7 +236,15 @@ def traced(vision: Vision, kernels: Kernels, span: int) -> Callable[..., mx.arra
 
 
 def bucketed(packed: PackedImages) -> PackedImages:
-    return packed.padded(*packing.bucket(packed.rows.rows + 30, len(packed.rows.lengths or ())))
+    """The same images in more rows and slots than they need."""
+    patches, slots = packing.bucket(packed.rows.rows + 30, len(packed.rows.lengths or ()))
+    more, tokens = patches - packed.rows.rows, patches // packed.pool.shape[1]
+    return PackedImages(
+        pixels=mx.pad(packed.pixels, [(0, more), (0, 0)]),
+        positions=mx.pad(packed.positions, [(0, more), (0, 0)]),
+        rows=packed.rows.padded(patches, slots),
+        pool=mx.pad(packed.pool, [(0, tokens - len(packed.pool)), (0, 0)]),
+    )
 
 
 def test_padding_changes_no_soft_token(vision: Vision) -> None:

@@ -29,10 +29,7 @@ def on_all_cores(kernels: Kernels) -> Kernels:
 def attention(q: mx.array, k: mx.array, v: mx.array, plan: plain.Plan) -> mx.array:
     """`attention.attention`, evaluated."""
     mx.eval(q, k, v, plan)  # products before attention have all threads of the BLAS
-    before = blas.set_threads(1)
-    if before == 1:  # as in a batch beside others, which have the other cores
-        return plain.attention(q, k, v, plan)
-    group = q.shape[1] // k.shape[1]
+    group, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
 
     def head(at: int) -> mx.array:
         queries, keys, values = q[:, at * group : (at + 1) * group], k[:, at : at + 1], v[:, at : at + 1]
@@ -41,9 +38,12 @@ def attention(q: mx.array, k: mx.array, v: mx.array, plan: plain.Plan) -> mx.arr
         mx.eval(out)
         return out
 
+    before = blas.set_threads(1)
+    if before == 1:  # as in a batch beside others, which have the other cores
+        return mx.concatenate([head(at) for at in range(kv_heads)], axis=1)
     try:
         _workers.start(os.cpu_count() or 1)
-        outs = [future.result() for future in [_workers.submit(head, at) for at in range(k.shape[1])]]
+        outs = [future.result() for future in [_workers.submit(head, at) for at in range(kv_heads)]]
     finally:
         if before is not None:
             blas.set_threads(before)

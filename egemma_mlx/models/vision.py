@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -49,18 +49,6 @@ class PackedImages:
     positions: mx.array
     rows: Packed
     pool: mx.array
-
-    def padded(self, patches: int, slots: int) -> PackedImages:
-        """The same images in `patches` rows, `slots` segments and patches // k² soft tokens, of which the first are
-        these images': sizes for `packing.bucket` to choose."""
-        more, pooled = patches - self.rows.rows, patches // self.pool.shape[1]
-        return replace(
-            self,
-            pixels=mx.pad(self.pixels, [(0, more), (0, 0)]),
-            positions=mx.pad(self.positions, [(0, more), (0, 0)]),
-            rows=self.rows.padded(patches, slots),
-            pool=mx.pad(self.pool, [(0, pooled - self.pool.shape[0]), (0, 0)]),
-        )
 
 
 def pack_images(images: Sequence[Patches], pooling: int) -> PackedImages:
