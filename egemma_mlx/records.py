@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from egemma_mlx.tokenizer import Tokenizer
 
+# How the encoder's errors begin where they are about one input: "input 3: …", "prompt + text 3 has …".
+COUNTED = re.compile(r"input (\d+): |((?:prompt \+ )?(?:text|input)) (\d+)")
 # How an image's name begins where it is no path. (The encoder has an error for URLs.)
 _NO_PATH = ("data:", "http://", "https://")
 
@@ -38,6 +41,14 @@ class Record(NamedTuple):
             image if image.startswith(_NO_PATH) else self.folder / image
             for image in (value if isinstance(value, list) else [value])
         ]
+
+
+def placed(error: EgemmaError, places: Sequence[str]) -> EgemmaError:
+    """An error of the encoder, which counts inputs, for whoever wrote a file and looks for the line."""
+    found = COUNTED.match(str(error))
+    if found is None:
+        return error
+    return EgemmaError(f"{places[int(found[1] or found[3])]}: {COUNTED.sub(lambda _: found[2] or '', str(error), 1)}")
 
 
 def argument_records(arguments: Sequence[str]) -> list[Record]:
@@ -77,10 +88,10 @@ def _text_records(file: BinaryIO, name: str) -> list[Record]:
 
 def _json_records(file: BinaryIO, name: str) -> list[Record]:
     folder = Path(name).parent
-    return [Record(place, _json_fields(line, place), folder) for place, line in _lines(file, name) if line.strip()]
+    return [Record(place, json_fields(line, place), folder) for place, line in _lines(file, name) if line.strip()]
 
 
-def _json_fields(line: str, place: str) -> dict[str, Any]:
+def json_fields(line: str, place: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -128,7 +129,10 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_choices_are_those_of_the_package() -> None:
-    choices = {name: options.get("choices") for name, options in cli._ARGUMENTS.items()}
+    parser = argparse.ArgumentParser()
+    for command in (cli.embed, cli.checkpoint):
+        command.add_arguments(parser)
+    choices = {name: action.choices for action in parser._actions for name in action.option_strings}
     assert choices["--precision"] == vectors.PRECISIONS
     assert choices["--modalities"] == checkpoint.MODALITIES
     assert set(choices["--size"]) == set(random_checkpoint._SIZES)

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from egemma_mlx import cli
+from egemma_mlx.cli.arguments import SHARED
 from egemma_mlx.encoder import Encoder
 from egemma_mlx.media.image import BUDGETS
 from egemma_mlx.random_checkpoint import write_checkpoint
@@ -164,7 +165,7 @@ def test_options_reach_the_images(run: Run, encoder: Encoder) -> None:
     done = run("embed", *PHOTOS, "--max-soft-tokens", 70, "--batch-tokens", 16)
     close(done.embeddings(), encoder.encode(paths, max_soft_tokens=70))
     assert not np.allclose(done.embeddings(), encoder.encode(paths), atol=1e-4)
-    assert cli._ARGUMENTS["--max-soft-tokens"]["choices"] == BUDGETS
+    assert SHARED["--max-soft-tokens"]["choices"] == BUDGETS
 
 
 def write_lines(name: str, *records: object) -> Path:

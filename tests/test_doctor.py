@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -241,8 +242,11 @@ def test_what_is_picked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_choices_are_those_of_the_package() -> None:
-    assert cli._ARGUMENTS["--backend"]["choices"] == get_args(Backend)
-    assert cli._ARGUMENTS["export --backend"]["choices"] == get_args(export.ExportBackend)
+    for command, named in ((cli.embed, Backend), (cli.export, export.ExportBackend)):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        (action,) = (action for action in parser._actions if "--backend" in action.option_strings)
+        assert action.choices == get_args(named)
 
 
 @pytest.mark.parametrize("command", [("embed", "a text"), ("search", "a text", "notes.md")])

@@ -21,11 +21,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from egemma_mlx import checkpoint, cli, doctor
+from egemma_mlx import checkpoint, doctor
 from egemma_mlx.bench.ceilings import Ceilings, ceilings
 from egemma_mlx.bench.contenders import Contender, Launches, first_forward, mlx_vlm, ours, text_model
 from egemma_mlx.bench.functions import FunctionTime, function_times
 from egemma_mlx.bench.workloads import STANDARD, Ids, Workload, workload
+from egemma_mlx.cli import bench as command
 from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.kernels.backend import picked
 from egemma_mlx.random_checkpoint import write_checkpoint
@@ -260,7 +261,7 @@ def _function_rows(times: list[FunctionTime], best: Ceilings) -> list[tuple[str,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cli.add_arguments(parser, "bench")
+    command.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
