@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from egemma_mlx.config import AudioConfig, Config, LayerConfig, TextConfig, VisionConfig, read_json_object
 from egemma_mlx.errors import EgemmaError
+from egemma_mlx.layouts import official_axes, official_name, official_shape
+from egemma_mlx.quantized import Stored, expected_tensors
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -163,6 +165,9 @@ def _ways_out(repo: str) -> str:
 def load_tensors(folder: Path, config: Config, modalities: Iterable[str] = ("text",)) -> dict[str, mx.array]:
     """The tensors of the chosen towers by their official names, evaluated, in the stored dtype (bfloat16 or float32).
 
+    A quantised checkpoint's are as `quantized` describes them: packed weights are uint32, with scales and biases
+    beside them, and floats may be float16. The layouts of other tools are read too (`layouts`).
+
     Names, shapes and dtypes are checked from the headers before any data is read, and the other towers' data never is.
 
     Raises:
@@ -171,27 +176,28 @@ def load_tensors(folder: Path, config: Config, modalities: Iterable[str] = ("tex
     """
     import mlx.core as mx
 
-    expected = tensor_shapes(config, modalities)
-    stored = _read_headers(folder)
-    _check(folder, expected, stored, check_modalities(config, modalities))
-    lazy: dict[Path, Any] = {file: mx.load(str(file)) for file in {stored[name].file for name in expected}}
-    arrays = {name: lazy[stored[name].file][name] for name in expected}
+    headers = _read_headers(folder)
+    expected = expected_tensors(config.quantization, tensor_shapes(config, modalities), headers)
+    _check(folder, expected, headers, check_modalities(config, modalities))
+    lazy: dict[Path, Any] = {file: mx.load(str(file)) for file in {headers[name].file for name in expected}}
+    arrays = {
+        name: official_axes(name, lazy[headers[name].file][headers[name].name], stored.shape)
+        for name, stored in expected.items()
+    }
     mx.eval(arrays)
     return arrays
 
 
 def tower_sizes(folder: Path, config: Config) -> dict[str, int]:
-    """Stored values per modality that `config` has a tower for, from the headers alone.
+    """Values of the weights per modality that `config` has a tower for, packed ones included, from the headers alone.
 
     Raises:
         EgemmaError: a missing, truncated or corrupt file.
     """
-    stored = _read_headers(folder)
+    headers = _read_headers(folder)
     present = {"text": True, "image": config.vision is not None, "audio": config.audio is not None}
     return {
-        modality: sum(
-            math.prod(tensor.shape) for name, tensor in stored.items() if name.startswith(_PREFIXES[modality])
-        )
+        modality: sum(_values(name, config, headers) for name in headers if name.startswith(_PREFIXES[modality]))
         for modality in MODALITIES
         if present[modality]
     }
@@ -200,28 +206,41 @@ def tower_sizes(folder: Path, config: Config) -> dict[str, int]:
 # --- headers ---------------------------------------------------------------------------------------------------------
 
 
-class _Stored(NamedTuple):
+class _Header(NamedTuple):
     file: Path
+    name: str  # in the file
     shape: Shape
     dtype: str
 
 
-def _read_headers(folder: Path) -> dict[str, _Stored]:
-    """Every tensor of the checkpoint, from the headers of its safetensors files."""
-    stored: dict[str, _Stored] = {}
+def _read_headers(folder: Path) -> dict[str, _Header]:
+    """Every tensor of the checkpoint by its official name, from the headers of its safetensors files."""
+    headers: dict[str, _Header] = {}
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    if name in stored:
-                        raise EgemmaError(f"{file}: tensor {name} is also in {stored[name].file.name}")
+                    official = official_name(name)
+                    if official in headers:
+                        raise EgemmaError(f"{file}: tensor {name} is also in {headers[official].file.name}")
                     entry = tensors.get_slice(name)
-                    stored[name] = _Stored(file, tuple(entry.get_shape()), entry.get_dtype())
+                    headers[official] = _Header(file, name, tuple(entry.get_shape()), entry.get_dtype())
         except FileNotFoundError:
             raise EgemmaError(f"{file}: no such file, but {INDEX_FILE} names it") from None
         except (SafetensorError, OSError) as error:
             raise EgemmaError(f"{file}: truncated or corrupt safetensors file ({error})") from None
-    return stored
+    return headers
+
+
+def _values(name: str, config: Config, headers: Mapping[str, _Header]) -> int:
+    """How many values of a weight a tensor holds: none where it is the scales or biases of a packed one."""
+    layer, header = name.removesuffix(".weight"), headers[name]
+    if config.quantization is None:
+        return math.prod(header.shape)
+    if name.endswith((".scales", ".biases")):
+        return 0
+    scheme = config.quantization.scheme(layer, headers) if name.endswith(".weight") else None
+    return math.prod(header.shape) * 32 // scheme.bits if scheme else math.prod(header.shape)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -237,25 +256,26 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check(
-    folder: Path, expected: Mapping[str, Shape], stored: Mapping[str, _Stored], modalities: tuple[str, ...]
+    folder: Path, expected: Mapping[str, Stored], headers: Mapping[str, _Header], modalities: tuple[str, ...]
 ) -> None:
     ignored = tuple(prefix for other in MODALITIES if other not in modalities for prefix in _PREFIXES[other])
-    present = {name: stored[name] for name in expected if name in stored}
+    present = {name: header for name, header in headers.items() if name in expected}
     faults = {
-        "missing": [name for name in expected if name not in stored],
-        "unexpected": [name for name in stored if name not in expected and not name.startswith(ignored)],
+        "missing": [name for name in expected if name not in headers],
+        "unexpected": [name for name in headers if name not in expected and not name.startswith(ignored)],
         "misshapen": [
-            f"{name} expected {list(expected[name])} but got {list(tensor.shape)}"
-            for name, tensor in present.items()
-            if tensor.shape != expected[name]
-        ],
-        "neither BF16 nor F32": [
-            f"{name} is {tensor.dtype}" for name, tensor in present.items() if tensor.dtype not in ("BF16", "F32")
+            f"{name} expected {list(expected[name].shape)} but got {list(header.shape)}"
+            for name, header in present.items()
+            if official_shape(name, header.shape, expected[name].shape) != expected[name].shape
         ],
     }
+    for name, header in present.items():
+        if header.dtype not in (known := expected[name].dtypes):
+            kind = f"neither {' nor '.join(known)}" if len(known) > 1 else f"not {known[0]}"
+            faults.setdefault(kind, []).append(f"{name} is {header.dtype}")
     if any(faults.values()):
         listed = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults.items() if names)
-        float16 = any(tensor.dtype == "F16" for tensor in present.values())
+        float16 = any(name.endswith(" is F16") for names in faults.values() for name in names)
         reason = "; float16 is refused because the residual stream overflows it" if float16 else ""
         raise EgemmaError(f"{folder}: tensors do not fit config.json: {listed}{reason}")
 

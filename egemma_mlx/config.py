@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from egemma_mlx.errors import EgemmaError
+from egemma_mlx.quantized import Quantization
 
 MODEL_TYPE = "embedding_gemma2"
 # The longest input the model was made for (its model card); RoPE itself goes further.
@@ -165,7 +166,8 @@ class AudioConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """The whole checkpoint: one text model, and the towers it was saved with (None where it has none)."""
+    """The whole checkpoint: one text model, and the towers it was saved with (None where it has none); how its layers
+    are packed, if they are."""
 
     text: TextConfig
     vision: VisionConfig | None
@@ -174,6 +176,7 @@ class Config:
     video_token_id: int
     audio_token_id: int
     model_type: str = MODEL_TYPE
+    quantization: Quantization | None = None
 
     @property
     def placeholder_ids(self) -> tuple[int, int, int]:
@@ -191,20 +194,21 @@ class Config:
         if found != MODEL_TYPE:
             raise EgemmaError(f"{source}: expected model_type {MODEL_TYPE!r} but got {found!r}")
         get = _Reader(raw, source)
-        get("text_config")  # required, where an absent tower is none
+        get("text_config")  # required, where a tower may be absent: null, or {} as mlx-vlm writes it
         text, vision, audio = (get.section(key) for key in ("text_config", "vision_config", "audio_config"))
         return cls(
             text=TextConfig.from_dict(text.raw, text.source),
-            vision=None if raw.get("vision_config") is None else VisionConfig.from_dict(vision.raw, vision.source),
-            audio=None if raw.get("audio_config") is None else AudioConfig.from_dict(audio.raw, audio.source),
+            vision=None if not raw.get("vision_config") else VisionConfig.from_dict(vision.raw, vision.source),
+            audio=None if not raw.get("audio_config") else AudioConfig.from_dict(audio.raw, audio.source),
             image_token_id=get.integer("image_token_id", 258_880),
             video_token_id=get.integer("video_token_id", 258_884),
             audio_token_id=get.integer("audio_token_id", 258_881),
+            quantization=Quantization.from_config(raw, source),
         )
 
     @classmethod
     def from_file(cls, path: str | Path) -> Config:
-        """Read `config.json` at `path`.
+        """Read `config.json` at `path`, as Google or another tool wrote it (`layouts`).
 
         Raises:
             EgemmaError: the file is missing, not JSON, or not an EmbeddingGemma 2 config.

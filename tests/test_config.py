@@ -108,10 +108,12 @@ def test_missing_towers_are_none_but_text_is_required(raw: dict[str, Any]) -> No
     del raw["audio_config"]
     config = Config.from_dict(raw)
     assert config.vision is None and config.audio is None
-    raw["vision_config"] = {}
+    raw["vision_config"] = {}  # as mlx-vlm writes it
+    assert Config.from_dict(raw).vision is None
+    raw["vision_config"] = {"head_dim": 64}
     with pytest.raises(EgemmaError, match="vision_config: missing required key hidden_size"):
         Config.from_dict(raw)
-    del raw["text_config"]
+    del raw["vision_config"], raw["text_config"]
     with pytest.raises(EgemmaError, match="missing required key text_config"):
         Config.from_dict(raw)
 

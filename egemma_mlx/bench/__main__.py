@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from egemma_mlx.bench import cost, device, image, kernels, precision, text
+from egemma_mlx.bench import cost, device, image, kernels, precision, quantized, text
 
 _BENCHMARKS = {
     "text": text,
@@ -14,6 +14,7 @@ _BENCHMARKS = {
     "cost": cost,
     "device": device,
     "precision": precision,
+    "quantized": quantized,
 }
 
 

@@ -18,6 +18,7 @@ from egemma_mlx.kernels.linear import is_short
 from egemma_mlx.kernels.norm import normalize
 from egemma_mlx.kernels.qkv import Rope, rope_table
 from egemma_mlx.packing import Packed
+from egemma_mlx.quantized import PARTS, Scheme, dequantize
 
 
 def project(kernels: Kernels, x: mx.array, *layers: nn.Module) -> tuple[mx.array, ...]:
@@ -25,7 +26,7 @@ def project(kernels: Kernels, x: mx.array, *layers: nn.Module) -> tuple[mx.array
     own forward."""
     if all(type(layer) is nn.Linear for layer in layers):
         return kernels.linear(x, *(layer.weight for layer in layers))
-    return tuple(layer(x) for layer in layers)
+    return tuple(kernels.linear(x, layer.weight)[0] if type(layer) is nn.Linear else layer(x) for layer in layers)
 
 
 def project_add_norm(
@@ -50,6 +51,23 @@ def project_unit(kernels: Kernels, x: mx.array, layer: nn.Module) -> tuple[mx.ar
         return y, unit
     y = layer(x)
     return y, normalize(y)
+
+
+def look_up(table: nn.Module, tokens: mx.array) -> mx.array:
+    """Rows of an embedding table, float32; only those are widened, or unpacked."""
+    if type(table) is nn.QuantizedEmbedding:
+        return dequantize(_packed_rows(table, tokens), Scheme(table.group_size, table.bits, table.mode))
+    return table(tokens).astype(mx.float32)
+
+
+def project_rows(x: mx.array, layer: nn.QuantizedLinear, rows: slice) -> mx.array:
+    """x through these rows of a packed weight."""
+    parts, options = _packed_rows(layer, rows), {"group_size": layer.group_size, "bits": layer.bits}
+    return mx.quantized_matmul(x, parts["weight"], parts["scales"], parts.get("biases"), mode=layer.mode, **options)
+
+
+def _packed_rows(layer: nn.Module, rows: mx.array | slice) -> dict[str, mx.array]:
+    return {part: layer[part][rows] for part in PARTS if part in layer}
 
 
 class Attention(nn.Module):
@@ -88,7 +106,7 @@ class MLP(nn.Module):
     def __call__(self, x: mx.array, kernels: Kernels) -> mx.array:
         if type(self.gate_proj) is type(self.up_proj) is nn.Linear:
             return kernels.gated(x, self.gate_proj.weight, self.up_proj.weight)
-        return kernels.gelu_mul(self.gate_proj(x), self.up_proj(x))
+        return kernels.gelu_mul(*project(kernels, x, self.gate_proj, self.up_proj))
 
 
 class PLEBlock(nn.Module):
@@ -128,6 +146,8 @@ class PLE(nn.Module):
         projection = self.per_layer_model_projection
         ending: dict[str, Any] = {"eps": self.eps, "pre": self.scale}
         norm_w = self.per_layer_projection_norm.weight
+        if type(projection) is nn.QuantizedLinear and not is_short(x0):
+            return lambda layer: kernels.rms_norm(project_rows(x0, projection, self._rows(layer)), norm_w, **ending)
         if type(projection) is not nn.Linear:
             p = projection(x0)
             return lambda layer: kernels.rms_norm(p[:, self._rows(layer)], norm_w, **ending)
@@ -221,8 +241,7 @@ class TextModel(nn.Module):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Ids [T] → input embeddings [T, hidden] float32; only the gathered rows of the table are widened."""
-        rows: mx.array = self.embed_tokens(tokens)
-        return rows.astype(mx.float32) * math.sqrt(self.config.hidden_size)
+        return look_up(self.embed_tokens, tokens) * math.sqrt(self.config.hidden_size)
 
     def __call__(self, x0: mx.array, packed: Packed, tables: list[Rope], kernels: Kernels) -> mx.array:
         """Input embeddings [T, hidden] → the residual stream [T, hidden] after the last layer.
