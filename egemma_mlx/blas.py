@@ -96,12 +96,30 @@ _THREAD_CONTROLS = (
 )
 
 
+_pins: list[None] = []  # one for each `one_thread` that is in force
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """BLAS calls have one thread each, whatever is set meanwhile: sums in one order, on any number of cores."""
+    before = set_threads(1)
+    _pins.append(None)
+    try:
+        yield
+    finally:
+        _pins.pop()
+        if before is not None:
+            set_threads(before)
+
+
 def set_threads(n: int) -> int | None:
-    """Sets the number of threads of one BLAS call, process-wide.
+    """Sets the number of threads of one BLAS call, process-wide; within `one_thread` it stays 1.
 
     Returns:
         The number before, or None (and nothing happens) where the BLAS in use has no such control.
     """
+    if _pins:
+        return 1
     path = load().path
     if path is None:
         return None
