@@ -33,6 +33,11 @@ def run_doctests(page: Path, source: str) -> int:
     return result.attempted
 
 
+# What a process runs first that imports transformers' processors: see oracle.py. Paths behind the others, so that no
+# module of the tests hides another.
+TORCHVISION = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import oracle\n"
+
+
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """Of a newcomer's process: this checkout's package and command, and no model or setting of anybody's."""
     tool = folder / "bin" / "egemma-mlx"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle  # noqa: F401  # makes torchvision import beside a CPU torch, which BERTopic asks for
 import pytest
 
 from egemma_mlx import Encoder, adapters

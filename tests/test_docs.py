@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import README, ROOT, anchors, blocks, environment, links, run_console, run_doctests
+from pages import README, ROOT, TORCHVISION, anchors, blocks, environment, links, run_console, run_doctests
 
 from egemma_mlx import simulator
 
@@ -76,7 +76,7 @@ def test_programs_run(page: Path, program: str, tmp_path: Path) -> None:
     if missing := _needs(program):
         pytest.skip(f"needs {', '.join(sorted(missing))}")
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", (TORCHVISION if "mlx_embeddings" in program else "") + program],
         cwd=tmp_path,
         env=environment(tmp_path, EGEMMA_MODEL="mini"),
         capture_output=True,

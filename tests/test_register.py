@@ -15,7 +15,9 @@ from unittest.mock import MagicMock
 
 import mlx.core as mx
 import numpy as np
+import oracle  # noqa: F401  # makes torchvision import beside a CPU torch
 import pytest
+from pages import TORCHVISION
 from PIL import Image
 
 from egemma_mlx import checkpoint, layouts
@@ -122,7 +124,9 @@ def test_registered_before_the_package_is_imported(tiny: Path, encoder: Encoder)
         print(mlx_embeddings.generate(model, tokenizer, {TEXTS[0]!r}).text_embeds[0].tolist())
     """
     lines = "\n".join(line.strip() for line in code.splitlines())
-    ran = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", TORCHVISION + lines], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert close(np.fromstring(ran.stdout.strip("[]\n"), sep=","), encoder.encode(TEXTS[0]))
 
