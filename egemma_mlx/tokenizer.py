@@ -282,8 +282,8 @@ class Tokenizer:
         masks = [np.ones_like(row) for row in rows]
         if padding:
             width = limit if padding == "max_length" else max(map(len, rows), default=0)
-            rows = [_right_padded(row, width, self.pad_token_id) for row in rows]
-            masks = [_right_padded(mask, width, 0) for mask in masks]
+            rows = [right_padded(row, width, self.pad_token_id) for row in rows]
+            masks = [right_padded(mask, width, 0) for mask in masks]
         if return_tensors is not None:
             return BatchEncoding(
                 input_ids=_stacked(rows, return_tensors), attention_mask=_stacked(masks, return_tensors)
@@ -370,7 +370,8 @@ def _read_prompts(path: Path) -> tuple[dict[str, str], str | None]:
     return {name: prompt or "" for name, prompt in table.items()}, default
 
 
-def _right_padded(row: NDArray[np.int32], width: int, value: int) -> NDArray[np.int32]:
+def right_padded(row: NDArray[np.int32], width: int, value: int) -> NDArray[np.int32]:
+    """`row` and as many of `value` as make it `width` long."""
     padded = np.full(width, value, dtype=np.int32)
     padded[: len(row)] = row
     return padded

@@ -14,7 +14,7 @@ from egemma_mlx.config import Config, read_json_object
 from egemma_mlx.dropin.model import Model
 from egemma_mlx.errors import EgemmaError
 from egemma_mlx.media.image import ImageProcessor, ImageSource, Patches
-from egemma_mlx.tokenizer import IMAGE_TOKEN, BatchEncoding, Padding, Tensors, Tokenizer
+from egemma_mlx.tokenizer import IMAGE_TOKEN, BatchEncoding, Padding, Tensors, Tokenizer, right_padded
 
 __all__ = ["Model", "ModelArgs", "Processor"]
 
@@ -119,11 +119,11 @@ def _by_text(texts: Sequence[str], counts: Sequence[int]) -> list[list[int]]:
 
 
 def _padded_ids(rows: Sequence[np.ndarray], pad: int) -> dict[str, np.ndarray]:
-    lengths = np.array([len(row) for row in rows])
-    mask = np.arange(lengths.max()) < lengths[:, None]
-    ids = np.full(mask.shape, pad, np.int32)
-    ids[mask] = np.concatenate(rows)
-    return {"input_ids": ids, "attention_mask": mask.astype(np.int32)}
+    width = max(map(len, rows))
+    return {
+        "input_ids": np.stack([right_padded(row, width, pad) for row in rows]),
+        "attention_mask": np.stack([right_padded(np.ones_like(row), width, 0) for row in rows]),
+    }
 
 
 def _padded_patches(images: Sequence[Patches]) -> dict[str, np.ndarray]:
