@@ -128,6 +128,18 @@ def test_help_imports_nothing_heavy() -> None:
             assert arguments[0] in ("bench", "checkpoint", "doctor") or checkpoint.DEFAULT_MODEL in words
 
 
+@pytest.mark.parametrize(("chosen", "used"), [(None, "0"), ("1", "1")])
+def test_cuda_graphs_are_off_unless_chosen(
+    run: Run, monkeypatch: pytest.MonkeyPatch, chosen: str | None, used: str
+) -> None:
+    monkeypatch.setenv("MLX_USE_CUDA_GRAPHS", "")  # restored afterwards
+    monkeypatch.delenv("MLX_USE_CUDA_GRAPHS")
+    if chosen:
+        monkeypatch.setenv("MLX_USE_CUDA_GRAPHS", chosen)
+    run("info", "--model", "mini")
+    assert os.environ["MLX_USE_CUDA_GRAPHS"] == used
+
+
 def test_choices_are_those_of_the_package() -> None:
     parser = argparse.ArgumentParser()
     for command in (cli.embed, cli.checkpoint):

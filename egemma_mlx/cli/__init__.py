@@ -33,6 +33,9 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 when `doctor` finds a kernel wrong, 2 for an error (one line
     on stderr), 130 when interrupted."""
+    # MLX gathers a hundred CUDA launches into a graph, which it has to make anew (2 ms, the GPU waits) where products
+    # take clusters of thread blocks, as they do on Hopper outside float32.
+    os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
     # Raises SystemExit, so that a partial output file is removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with warnings.catch_warnings():
