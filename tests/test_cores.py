@@ -1,79 +1,150 @@
-"""Attention on all cores of a CPU gives what plain attention gives."""
+"""Layers in parts, a core each, give what they give together."""
 
 from __future__ import annotations
 
-import math
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from egemma_mlx import blas
-from egemma_mlx.kernels import OPS, cores
+from egemma_mlx.kernels import OPS, Kernels, cores
 from egemma_mlx.kernels.approx import on_cpu
-from egemma_mlx.packing import pack
+from egemma_mlx.kernels.norm import normalize
+from egemma_mlx.packing import Packed, pack
 
 pytestmark = pytest.mark.skipif(not on_cpu(), reason="for CPUs")
 
+WIDTH, HEADS, KV_HEADS, HEAD_DIM = 32, 6, 3, 16
+
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(cores, "_FEWEST", 1)
     before = blas.set_threads(2)
     yield
     if before is not None:
         blas.set_threads(before)
 
 
-def qkv(rows: int, heads: int = 6, kv_heads: int = 3, head_dim: int = 16) -> list[mx.array]:
-    random = np.random.default_rng(0)
-    shapes = ((rows, heads, head_dim), (rows, kv_heads, head_dim), (rows, kv_heads, head_dim))
-    return [mx.array(random.standard_normal(shape).astype(np.float32)) for shape in shapes]
+class Layers:
+    """Two layers of attention and a residual add, over every argument that layers have."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        random = np.random.default_rng(0)
+        self.calls = 0
+        self.scales = mx.linspace(0.1, scale, HEADS)[:, None]
+        widths = [(HEADS * HEAD_DIM, WIDTH), (KV_HEADS * HEAD_DIM, WIDTH), (KV_HEADS * HEAD_DIM, WIDTH)]
+        self.weights = [mx.array(random.standard_normal(shape).astype(np.float32) * 0.2) for shape in widths]
+        self.out = mx.array(random.standard_normal((WIDTH, HEADS * HEAD_DIM)).astype(np.float32) * 0.2)
+        mx.eval(self.scales)
+
+    def __call__(self, h: mx.array, positions: mx.array, packed: Packed, table: mx.array, kernels: Kernels) -> mx.array:
+        self.calls += 1
+        self.kernels = kernels
+        plan = kernels.plan(packed, None)
+        h = h + table[positions]
+        for _ in range(2):
+            q, k, v = (x.reshape(len(x), -1, HEAD_DIM) for x in kernels.linear(h, *self.weights))
+            attended = kernels.attention(normalize(q) * self.scales, normalize(k), v, plan)
+            h = h + kernels.linear(attended, self.out)[0]
+        return h
 
 
-@pytest.mark.parametrize("lengths", [(1,), (300,), (7, 300, 300, 12)])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("scale", [1, 3, 30], ids=["bounded", "some heads bounded", "large"])
-def test_equals_plain_attention(lengths: tuple[int, ...], window: int | None, scale: int) -> None:
-    q, k, v = qkv(sum(lengths))
-    arrays = q * mx.linspace(0.1, scale, q.shape[1])[:, None], k, v
-    plan = OPS.plan(pack([np.zeros(n, np.int32) for n in lengths]), window)
-    found, expected = cores.attention(*arrays, plan), OPS.attention(*arrays, plan)
+def batch(*lengths: int) -> tuple[mx.array, mx.array, Packed, mx.array]:
+    random, packed = np.random.default_rng(1), pack([np.zeros(n, np.int32) for n in lengths])
+    h, table = (mx.array(random.standard_normal((n, WIDTH)).astype(np.float32)) for n in (packed.rows, max(lengths)))
+    return h, packed.positions, packed, table
+
+
+@pytest.mark.parametrize("lengths", [(2,), (301,), (700,), (7, 300, 300, 12), (1,) * 5])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("scale", [1, 100], ids=["bounded", "some heads bounded"])
+def test_in_parts_as_together(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], count: int, scale: float
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    layers, arguments = Layers(scale), batch(*lengths)
+    expected = cores.together(layers, *arguments, OPS)
+    assert layers.calls == 1
+    found = cores.apart(layers, *arguments, OPS)
+    assert layers.calls == 1 + min(count, sum(lengths))
     assert found.shape == expected.shape
-    # What a score is rounded by is the relative error of its weight.
-    longest = [float(mx.linalg.norm(x, axis=-1).max()) for x in arrays[:2]]
-    assert float(mx.abs(found - expected).max()) < 2e-6 + 1e-7 * math.prod(longest)
+    assert float(mx.abs(found - expected).max()) < 1e-5 * scale
 
 
 def test_bounds_do_not_overflow() -> None:
     """Rows and keys of the greatest length that takes no shift, all alike, so that all scores are the greatest."""
     length, rows = (cores.plain.BOUND * 0.999) ** 0.5, 4096
-    q = mx.full((rows, 1, 1), length)
-    v = mx.random.normal((rows, 1, 1))
-    found = cores.attention(q, q, v, OPS.plan(pack([np.zeros(rows, np.int32)]), None))
-    assert float(mx.abs(found - v.mean()).max()) < 1e-5
-    found = cores.attention(-q, q, v, OPS.plan(pack([np.zeros(rows, np.int32)]), None))
-    assert float(mx.abs(found - v.mean()).max()) < 1e-5
+    q, v = mx.full((rows, 1, 1), length), mx.random.normal((rows, 1, 1))
+    packed = pack([np.zeros(rows, np.int32)])
+    mx.eval(q)
+    for sign in (1, -1):
+
+        def layers(
+            _: mx.array, values: mx.array, rows: Packed, __: Any, kernels: Kernels, sign: int = sign
+        ) -> mx.array:
+            here = q[: len(values)]
+            return kernels.attention(sign * here, here, values, kernels.plan(rows, None))
+
+        found = cores.apart(layers, v, v, packed, None, OPS)
+        assert float(mx.abs(found - v.mean()).max()) < 1e-5
 
 
-def test_threads_may_share_it_and_the_blas_has_its_threads_again() -> None:
-    arrays = qkv(40)
-    mx.eval(arrays)
-    plan = OPS.plan(pack([np.zeros(40, np.int32)]), None)
-    expected = np.array(OPS.attention(*arrays, plan))
+def test_the_blas_has_its_threads_again() -> None:
+    cores.apart(Layers(), *batch(40), OPS)
+    assert blas.set_threads(2) in (2, None)
+
+
+def test_an_error_in_a_part_ends_all_and_is_the_one_that_is_raised() -> None:
+    class Failing(Layers):
+        def __call__(self, h: mx.array, positions: mx.array, *arguments: Any) -> mx.array:
+            if positions[0].item() > 0:
+                raise ValueError("in a part")
+            return super().__call__(h, positions, *arguments)
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="in a part"):
+            cores.apart(Failing(), *batch(40), OPS)
+    assert blas.set_threads(2) in (2, None)
+    assert cores.apart(Layers(), *batch(40), OPS).shape == (40, WIDTH)
+
+
+def test_callers_at_once() -> None:
+    arguments = batch(300)
+    mx.eval(list(arguments[:2]), arguments[3])
+    layers = Layers()
+    expected = np.array(cores.together(layers, *arguments, OPS))
     found: list[np.ndarray] = []
-    threads = [threading.Thread(target=lambda: found.append(np.array(cores.attention(*arrays, plan)))) for _ in "ab"]
+    threads = [
+        threading.Thread(target=lambda: found.append(np.array(cores.apart(layers, *arguments, OPS)))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 2 and all(np.abs(each - expected).max() < 5e-6 for each in found)
+    assert len(found) == 4 and all(np.abs(each - expected).max() < 1e-5 for each in found)
     assert blas.set_threads(2) in (2, None)
 
 
-def test_only_plain_attention_is_replaced() -> None:
-    assert cores.on_all_cores(OPS).attention is cores.attention
-    other = replace(OPS, attention=lambda *_: None)
-    assert cores.on_all_cores(other) is other
+def test_which_rows_go_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(kernels: Kernels = OPS, packed: Packed | None = None) -> tuple[int, bool]:
+        """How many parts, and whether they are evaluated one function at a time."""
+        layers, (h, positions, rows, table) = Layers(), batch(40)
+        cores.apart(layers, h, positions, packed or rows, table, kernels)
+        return layers.calls, layers.kernels is not kernels
+
+    assert calls() == (2, True)
+    assert calls(replace(OPS, attention=partial(OPS.attention))) == (1, False)  # other kernels
+    assert calls(packed=batch(40)[2].anonymous()) == (1, False)  # lengths that only the device knows
+    with blas.one_thread():
+        assert calls() == (1, True)  # a batch beside others
+    monkeypatch.setattr(cores, "_FEWEST", 21)
+    assert calls() == (1, True)  # few rows

@@ -11,7 +11,7 @@ packed rows: keys are chosen by row (a superset) and masked by position.
 from __future__ import annotations
 
 import math
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -103,17 +103,12 @@ def plan(packed: Packed, window: int | None) -> Plan:
     return _blocks(packed, window)
 
 
-def attention(
-    q: mx.array, k: mx.array, v: mx.array, plan: Plan, *, bounded: bool = False, eager: bool = False
-) -> mx.array:
+def attention(q: mx.array, k: mx.array, v: mx.array, plan: Plan) -> mx.array:
     """Attention over a packed batch; query heads share kv heads in order.
 
     Args:
         q: [T, heads, head_dim] float32; k, v: [T, kv_heads, head_dim].
         plan: from `plan`, of the same batch.
-        bounded: no score is beyond ±`BOUND`, so that no exponential of one needs a shift.
-        eager: evaluate tile by tile. MLX orders what is lazy breadth first: the scores of all tiles come before the
-            first weight, and no cache keeps them until then.
 
     Returns:
         [T, heads·head_dim] float32.
@@ -123,7 +118,7 @@ def attention(
     q, k, v = (x.transpose(1, 0, 2).reshape(kv_heads, -1, rows, head_dim) for x in (q, k, v))
     if isinstance(plan, Gridded):
         return _over_grid(q, k, v, plan)
-    return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan.runs, bounded, eager)
+    return _over_blocks(q, k, v, plan) if isinstance(plan, Blocks) else _over_runs(q, k, v, plan.runs)
 
 
 def check_tables(packed: Packed) -> None:
@@ -139,7 +134,7 @@ def check_heads(q: mx.array, k: mx.array, v: mx.array, rows: int) -> None:
     check.multiple("attention", "heads", q.shape[1], k.shape[1])
 
 
-def _rows_first(out: mx.array) -> mx.array:
+def rows_first(out: mx.array) -> mx.array:
     """[kv_heads, group, rows, head_dim] → [rows, heads·head_dim]."""
     return out.transpose(2, 0, 1, 3).reshape(out.shape[2], -1)
 
@@ -160,10 +155,7 @@ def _tiles(positions: mx.array, dense: bool, window: int | None) -> list[Tile]:
     length = positions.shape[1]
     reach = length if window is None else window
     tiles = []
-    # As many tiles as blocks round to, all of one size: a tile of a few rows costs a product as slow as a whole one's.
-    count = max(round(length / _BLOCK), 1)
-    bounds = [length * tile // count for tile in range(count + 1)]
-    for here in map(slice, bounds, bounds[1:]):
+    for here in blocks(0, length):
         near = slice(max(here.start - reach, 0), min(here.stop + reach, length))
         allowed = None
         # Row distances in this tile go up to max(near) − min(here) or max(here) − min(near).
@@ -176,20 +168,27 @@ def _tiles(positions: mx.array, dense: bool, window: int | None) -> list[Tile]:
     return tiles
 
 
-def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run], bounded: bool, eager: bool) -> mx.array:
+def blocks(start: int, stop: int) -> list[slice]:
+    """Rows in as many pieces as blocks round to, all of one size: a tile of a few rows costs a product as slow as a
+    whole one's."""
+    rows = stop - start
+    count = max(round(rows / _BLOCK), 1)
+    bounds = [start + rows * piece // count for piece in range(count + 1)]
+    return [slice(*ends) for ends in pairwise(bounds) if rows]
+
+
+def _over_runs(q: mx.array, k: mx.array, v: mx.array, runs: list[Run]) -> mx.array:
     """[kv_heads, group, T, head_dim] → [T, heads·head_dim]."""
     outs, stop = [], 0
     for run in runs:
         stop = run.start + run.segments * run.length
         shape = (run.segments, run.length, q.shape[-1])
         qs, ks, vs = (x[:, :, run.start : stop].reshape(*x.shape[:2], *shape) for x in (q, k, v))
-        tiles = []
-        for here, near, allowed in run.tiles:
-            tiles.append(_attend(qs[..., here, :], ks[..., near, :], vs[..., near, :], allowed, bounded))
-            if eager:
-                mx.eval(tiles[-1])
+        tiles = [
+            attend(qs[..., here, :], ks[..., near, :], vs[..., near, :], allowed) for here, near, allowed in run.tiles
+        ]
         out = tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=-2)
-        outs.append(_rows_first(out.reshape(*q.shape[:2], -1, q.shape[-1])))
+        outs.append(rows_first(out.reshape(*q.shape[:2], -1, q.shape[-1])))
     if stop < q.shape[2]:
         outs.append(mx.zeros((q.shape[2] - stop, q.shape[0] * q.shape[1] * q.shape[3])))
     return outs[0] if len(outs) == 1 else mx.concatenate(outs)
@@ -221,7 +220,7 @@ def _over_grid(q: mx.array, k: mx.array, v: mx.array, plan: Gridded) -> mx.array
     """[kv_heads, group, T, head_dim] → [T, heads·head_dim]."""
     shape = (*plan.grid, q.shape[-1])
     qs, ks, vs = (x.reshape(*x.shape[:2], *shape) for x in (q, k, v))
-    return _rows_first(_attend(qs, ks, vs, plan.allowed).reshape(q.shape))
+    return rows_first(attend(qs, ks, vs, plan.allowed).reshape(q.shape))
 
 
 def _blocks(packed: Packed, window: int | None) -> Blocks:
@@ -245,8 +244,8 @@ def _over_blocks(q: mx.array, k: mx.array, v: mx.array, plan: Blocks) -> mx.arra
     """[kv_heads, group, T, head_dim] → [T, heads·head_dim]."""
     here, _ = _blocked(q, plan.block, 0)
     (_, ks), (_, vs) = (_blocked(x, plan.block, plan.reach) for x in (k, v))
-    out = _attend(here, ks, vs, plan.allowed)
-    return _rows_first(out.reshape(*q.shape[:2], -1, q.shape[-1])[:, :, : q.shape[2]])
+    out = attend(here, ks, vs, plan.allowed)
+    return rows_first(out.reshape(*q.shape[:2], -1, q.shape[-1])[:, :, : q.shape[2]])
 
 
 def _blocked(x: mx.array, block: int, reach: int, outside: int = 0) -> tuple[mx.array, mx.array]:
@@ -266,12 +265,17 @@ def _blocked(x: mx.array, block: int, reach: int, outside: int = 0) -> tuple[mx.
     return windows(block, reach), windows(block + 2 * reach, 0)
 
 
-def _attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None, bounded: bool = False) -> mx.array:
-    """softmax(q·kᵀ)·v over the last two axes; the first is that of kv heads."""
+def attend(q: mx.array, k: mx.array, v: mx.array, allowed: mx.array | None, bounded: bool = False) -> mx.array:
+    """softmax(q·kᵀ)·v over the last two axes; the first is that of kv heads.
+
+    Args:
+        allowed: broadcasts over the scores; None allows all.
+        bounded: no score is beyond ±`BOUND`, so that no exponential of one needs a shift.
+    """
     heads = max(_SCORES // (math.prod(q.shape[1:-1]) * k.shape[-2]), 1)
     if on_cpu() and heads < len(q):
         turns = [slice(first, first + heads) for first in range(0, len(q), heads)]
-        return mx.concatenate([_attend(q[turn], k[turn], v[turn], allowed, bounded) for turn in turns])
+        return mx.concatenate([attend(q[turn], k[turn], v[turn], allowed, bounded) for turn in turns])
     # exp(x) = 2^(x·log₂e) in multiply-adds on the CPU, where q takes the factor: it is smaller than the scores.
     scores = (q * math.log2(math.e) if on_cpu() else q) @ k.swapaxes(-1, -2)
     if allowed is not None:

@@ -12,9 +12,8 @@ from mlx import nn
 from egemma_mlx import packing
 from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
-from egemma_mlx.kernels import OPS, Kernels
+from egemma_mlx.kernels import OPS, Kernels, cores
 from egemma_mlx.kernels.approx import on_cpu
-from egemma_mlx.kernels.cores import on_all_cores
 from egemma_mlx.kernels.qkv import Rope
 from egemma_mlx.media.image import Patches
 from egemma_mlx.models import pixels
@@ -145,11 +144,11 @@ class EmbeddingGemma2(nn.Module):
         """
         if self.vision_tower is None or self.embed_vision is None or self.config.vision is None:
             raise EgemmaError('[model] expected modalities=("text", "image") at load for images but got text alone')
-        soft, kernels = [mx.zeros((0, self.config.text.hidden_size))], on_all_cores(self.kernels)
+        soft = [mx.zeros((0, self.config.text.hidden_size))]
         for part in chunks([len(image.pixels) for image in images]):
             packed = pack_images(images[part], self.config.vision.pooling_kernel_size)
-            states = self.vision_tower(packed, self._patch_rope, kernels)
-            soft.append(self.embed_vision(states, kernels))
+            states = self.vision_tower(packed, self._patch_rope, self.kernels, cores.apart)
+            soft.append(self.embed_vision(states, self.kernels))
             mx.eval(soft[-1])
         return mx.concatenate(soft)
 

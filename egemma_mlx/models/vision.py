@@ -9,7 +9,7 @@ Read from the bottom: `VisionTower.__call__` is the forward. Parameters have the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from mlx import nn
 
 from egemma_mlx.config import VisionConfig
 from egemma_mlx.errors import EgemmaError
-from egemma_mlx.kernels import Kernels
+from egemma_mlx.kernels import Kernels, cores
 from egemma_mlx.kernels.qkv import Rope, rope_table
 from egemma_mlx.models.text import project, project_add_norm
 from egemma_mlx.packing import Packed, pack
@@ -246,16 +246,19 @@ class VisionTower(nn.Module):
         config = self.config
         return rope_table(config.position_embedding_size, config.head_dim // 2, config.rope_theta)
 
-    def __call__(self, images: PackedImages, table: Rope, kernels: Kernels) -> mx.array:
+    def __call__(
+        self, images: PackedImages, table: Rope, kernels: Kernels, run: Callable[..., mx.array] = cores.together
+    ) -> mx.array:
         """[N, hidden] float32. A function of arrays alone, so that it can be traced: nothing is read on the host.
 
         Positions must lie in the table.
 
         Args:
             table: from `rope_table`.
+            run: what takes the rows through the layers; `cores.apart` evaluates.
         """
         h = self.patch_embedder(images.pixels, images.positions, kernels)
-        h = self.encoder(h, images.positions, images.rows, table, kernels)
+        h = run(self.encoder, h, images.positions, images.rows, table, kernels)
         pooled = h[images.pool].mean(axis=1) * math.sqrt(self.config.hidden_size)
         if self.config.standardize:
             return (pooled - self.std_bias.astype(mx.float32)) * self.std_scale.astype(mx.float32)
