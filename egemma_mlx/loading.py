@@ -178,13 +178,13 @@ def _packed(
 def resident(name: str, weight: mx.array, dtype: mx.Dtype | None) -> mx.array:
     """A weight as the kernels keep it: as stored (None) where they widen it in registers; float32 for plain operations,
     where widening at every call costs more than a short query's product; bfloat16 where they would round it. The
-    embedding tables stay as they are; so do vectors that are no operand of a product. Scales and biases of packed
+    embedding tables stay as they are; so do vectors and scalars, no operands of a product. Scales and biases of packed
     weights are float32, as their products are."""
     if name.startswith(_EMBEDDINGS) or not mx.issubdtype(weight.dtype, mx.floating):
         return weight
     if name.endswith((".scales", ".biases")):
         dtype = mx.float32
-    elif dtype is None or (dtype == mx.bfloat16 and weight.ndim == 1):
+    elif dtype is None or (dtype == mx.bfloat16 and weight.ndim < 2):
         dtype = mx.float32 if weight.dtype == mx.float16 else weight.dtype  # kernels take no float16
     resident = weight.astype(dtype)
     mx.eval(resident)

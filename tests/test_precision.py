@@ -22,6 +22,7 @@ from egemma_mlx.kernels import bfloat16 as tier
 from egemma_mlx.kernels.bfloat16 import bfloat16
 from egemma_mlx.kernels.linear import SHORT
 from egemma_mlx.kernels.norm import normalize
+from egemma_mlx.loading import resident
 from egemma_mlx.packing import pack
 from egemma_mlx.random_checkpoint import write_checkpoint
 
@@ -141,6 +142,13 @@ def test_weights_of_products_stay_in_bfloat16(stored: str, tmp_path: Path) -> No
         assert {layer.input_layernorm.weight.dtype, layer.layer_scalar.dtype} == {kept}
     assert text.embedding_projection.weight.dtype == mx.bfloat16
     assert (text.norm.weight.dtype, text.embed_tokens.weight.dtype) == (kept, kept)
+
+
+def test_what_no_product_takes_is_not_rounded() -> None:
+    """A norm's weight, and a limit that a clipped linear layer clips at."""
+    for exact in (mx.array([1.2345678]), mx.array(1.2345678)):
+        kept = resident("vision_tower.encoder.layers.0.mlp.up_proj.input_max", exact, mx.bfloat16)
+        assert kept.dtype == mx.float32 and kept.item() == exact.item()
 
 
 def test_the_model_returns_float32(tiny_text: Path) -> None:

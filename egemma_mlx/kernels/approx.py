@@ -59,11 +59,12 @@ def fused(function: _Leaf) -> _Leaf:
     trace, and MLX keeps and searches them all: texts of all lengths would make thousands. (Shapeless compilation keeps
     every broadcast and splits the loop: three times slower.)
     """
-    traces = _Traces()
+    traces, seen = _Traces(), 0
 
     def run(*arrays: mx.array) -> Any:
-        if traces.seen < _WORTH:
-            traces.seen += arrays[0].size
+        nonlocal seen
+        if seen < _WORTH:
+            seen += arrays[0].size
             return function(*arrays)
         shapes = tuple([array.shape for array in arrays])
         if shapes not in traces.shapes:
@@ -77,10 +78,9 @@ def fused(function: _Leaf) -> _Leaf:
 
 
 class _Traces(threading.local):
-    """What `mx.compile` keeps for this thread, and how many elements went by."""
+    """What `mx.compile` keeps for this thread."""
 
     def __init__(self) -> None:
-        self.seen = 0
         self.shapes: set[tuple[tuple[int, ...], ...]] = set()
         self.compiled: Callable[..., Any]
 

@@ -168,11 +168,11 @@ def _tiles(positions: mx.array, dense: bool, window: int | None) -> list[Tile]:
     return tiles
 
 
-def blocks(start: int, stop: int) -> list[slice]:
-    """Rows in as many pieces as blocks round to, all of one size: a tile of a few rows costs a product as slow as a
+def blocks(start: int, stop: int, size: int = _BLOCK) -> list[slice]:
+    """Rows in as many pieces as blocks of `size` round to, all alike: a tile of a few rows costs a product as slow as a
     whole one's."""
     rows = stop - start
-    count = max(round(rows / _BLOCK), 1)
+    count = max(round(rows / size), 1)
     bounds = [start + rows * piece // count for piece in range(count + 1)]
     return [slice(*ends) for ends in pairwise(bounds) if rows]
 

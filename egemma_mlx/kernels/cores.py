@@ -33,6 +33,8 @@ go row by row, but for attention, which is full in each segment. Weights are eva
 
 _FEWEST = 128
 """Rows of a part at least: a product of fewer takes a core as long for each of its weights."""
+# Query rows scored at once; of more, the scores of all cores and their weights crowd the cache that they share.
+_TILE = 192
 
 _workers = Workers("core")
 _lock = threading.Lock()
@@ -131,7 +133,7 @@ class _Part:
         tiles = []
         for start, stop in pairwise(accumulate(packed.lengths, initial=0)):
             first, last = (min(max(row, self.here.start), self.here.stop) - self.here.start for row in (start, stop))
-            tiles += [plain.Tile(here, slice(start, stop), None) for here in plain.blocks(first, last)]
+            tiles += [plain.Tile(here, slice(start, stop), None) for here in plain.blocks(first, last, _TILE)]
         return tiles
 
     def attention(self, q: mx.array, k: mx.array, v: mx.array, tiles: list[plain.Tile]) -> mx.array:
