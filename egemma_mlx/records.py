@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from uuid import uuid4
 
 from egemma_mlx.documents import names_an_image
 from egemma_mlx.errors import EgemmaError
@@ -168,7 +168,8 @@ def complete(path: Path) -> Iterator[BinaryIO]:
     Raises:
         EgemmaError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # A name of its own: another process may write the same file, and what a killed one left may be there.
+    partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")

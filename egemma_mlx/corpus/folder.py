@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
-from uuid import uuid4
 
 import numpy as np
 
 from egemma_mlx.errors import EgemmaError
+from egemma_mlx.records import complete
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -228,21 +228,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, data: bytes) -> None:
     """Put `data` at `path`, all of it or none, whatever happens to the process or the machine meanwhile."""
-    # A name of its own, as another process may be at the same file, though it should not.
-    partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
+    with complete(path) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        try:
-            with partial.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise EgemmaError(f"{path}: cannot be written ({error.strerror or error})") from error
+        os.fsync(folder)
+    finally:
+        os.close(folder)
