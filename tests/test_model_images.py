@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from executors import simulated
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from numpy.typing import NDArray
 
-from egemma_mlx import load
+from egemma_mlx import blas, load
 from egemma_mlx.checkpoint import tensor_shapes
 from egemma_mlx.config import Config
 from egemma_mlx.errors import EgemmaError
+from egemma_mlx.kernels import cores
+from egemma_mlx.kernels.approx import on_cpu
 from egemma_mlx.media.image import Patches
 from egemma_mlx.models.encoder import EmbeddingGemma2, merge
 from egemma_mlx.packing import pack
@@ -225,6 +228,32 @@ def test_soft_tokens_equal_transformers(model: EmbeddingGemma2, theirs: Any) -> 
     assert soft.shape == (sum(map(soft_tokens, batch.images)), 64) and soft.dtype == mx.float32
     assert apart(soft, expected) <= 1e-5 * np.abs(expected).max()
     assert model.embed_images([]).shape == (0, 64)
+
+
+@pytest.mark.skipif(not on_cpu(), reason="for CPUs")
+def test_soft_tokens_of_several_cores_equal_transformers(
+    folder: Path, theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(cores, "_FEWEST", 8)
+    meetings: list[int] = []
+    monkeypatch.setattr(cores, "_Meeting", lambda count, kind=cores._Meeting: meetings.append(count) or kind(count))
+    model = load(folder, modalities=IMAGES)[0]
+    model.update(tree_map(lambda weight: weight * 1, model.parameters()))  # lazy, as an optimiser leaves it
+    batch = mixed(model.config)
+    with torch.no_grad():
+        features = theirs.get_image_features(torch.tensor(batch.pixels), torch.tensor(batch.places).long())
+    expected = torch.cat(features.pooler_output).numpy()
+    before = blas.set_threads(2)
+    try:
+        soft = model.embed_images(batch.images)
+    finally:
+        if before is not None:
+            blas.set_threads(before)
+    assert meetings == [3]
+    assert apart(soft, expected) <= 1e-5 * np.abs(expected).max()
 
 
 def test_chunks_change_no_soft_token(model: EmbeddingGemma2, monkeypatch: pytest.MonkeyPatch) -> None:

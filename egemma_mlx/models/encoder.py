@@ -144,6 +144,7 @@ class EmbeddingGemma2(nn.Module):
         """
         if self.vision_tower is None or self.embed_vision is None or self.config.vision is None:
             raise EgemmaError('[model] expected modalities=("text", "image") at load for images but got text alone')
+        mx.eval(self.vision_tower.parameters())  # which threads may share then
         soft = [mx.zeros((0, self.config.text.hidden_size))]
         for part in chunks([len(image.pixels) for image in images]):
             packed = pack_images(images[part], self.config.vision.pooling_kernel_size)
