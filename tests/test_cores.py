@@ -146,5 +146,7 @@ def test_which_rows_go_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls(packed=batch(40)[2].anonymous()) == (1, False)  # lengths that only the device knows
     with blas.one_thread():
         assert calls() == (1, True)  # a batch beside others
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert calls() == (10, True)
     monkeypatch.setattr(cores, "_FEWEST", 21)
     assert calls() == (1, True)  # few rows

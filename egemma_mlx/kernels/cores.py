@@ -33,6 +33,8 @@ go row by row, but for attention, which is full in each segment. Weights are eva
 
 _FEWEST = 128
 """Rows of a part at least: a product of fewer takes a core as long for each of its weights."""
+_MOST = 10
+"""Parts at most, since MLX runs as many operations at a time: of 16 cores, 10 parts take three quarters of the time of 16."""
 # Query rows scored at once; of more, the scores of all cores and their weights crowd the cache that they share.
 _TILE = 192
 
@@ -53,7 +55,7 @@ def apart(layers: Layers, h: mx.array, positions: mx.array, packed: Packed, tabl
     if not (on_cpu() and kernels.attention is OPS.attention and dense):
         return layers(h, positions, packed, table, kernels)
     mx.eval(h, positions, table)  # lazy arrays belong to the thread that made them
-    with _claimed(min(os.cpu_count() or 1, packed.rows // _FEWEST)) as count:
+    with _claimed(min(os.cpu_count() or 1, _MOST, packed.rows // _FEWEST)) as count:
         meeting = _Meeting(count)
 
         def run(index: int) -> mx.array:
