@@ -34,7 +34,8 @@ go row by row, but for attention, which is full in each segment. Weights are eva
 _FEWEST = 128
 """Rows of a part at least: a product of fewer takes a core as long for each of its weights."""
 _MOST = 10
-"""Parts at most, since MLX runs as many operations at a time: of 16 cores, 10 parts take three quarters of the time of 16."""
+"""Parts at most, since MLX runs as many operations at a time: 2,304 patches take 16 cores 2.1 s in 10 parts, 2.8 in 16,
+3.8 together."""
 # Query rows scored at once; of more, the scores of all cores and their weights crowd the cache that they share.
 _TILE = 192
 
