@@ -53,7 +53,7 @@ def load(
         precision: of products with weights: "float32", or "bfloat16" for operands and results (`kernels/bfloat16.py`:
             faster on GPUs with matrix units, half the memory on the CPU). All else is float32. "float32" also keeps
             TF32 out of products (`MLX_ENABLE_TF32=0`, unless that variable is set already), with a warning if it is
-            too late for that; with "bfloat16" MLX may use it for those of attention.
+            too late for that; with "bfloat16" MLX may use it for those that stay in float32.
         backend: what the kernel functions run on: "metal", the package's own kernels, each checked against float64
             first and replaced by plain MLX operations, with a warning, where it fails; "ops", plain MLX operations;
             "simulator", the Metal kernels on the CPU with every access checked, a thousand times slower; "auto",
