@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -78,6 +79,26 @@ def test_in_parts_as_together(
     assert layers.calls == 1 + min(count, sum(lengths))
     assert found.shape == expected.shape
     assert float(mx.abs(found - expected).max()) < 1e-5 * scale
+
+
+@pytest.mark.parametrize("lengths", [(2,), (300,), (7, 300, 300, 12)])
+@pytest.mark.parametrize("scale", [1, 3, 30], ids=["bounded", "some heads bounded", "large"])
+def test_attention_in_parts_equals_plain_attention(lengths: tuple[int, ...], scale: float) -> None:
+    random, packed = np.random.default_rng(0), pack([np.zeros(n, np.int32) for n in lengths])
+    shapes = [(packed.rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (mx.array(random.standard_normal(shape).astype(np.float32)) for shape in shapes)
+    q = q * mx.linspace(0.1, scale, HEADS)[:, None]
+    mx.eval(q)
+
+    def layers(rows: mx.array, _: mx.array, packed: Packed, __: Any, kernels: Kernels) -> mx.array:
+        return kernels.attention(q[rows], k[rows], v[rows], kernels.plan(packed, None))
+
+    rows = mx.arange(packed.rows)
+    found, expected = (run(layers, rows, rows, packed, None, OPS) for run in (cores.apart, cores.together))
+    assert found.shape == expected.shape
+    # What a score is rounded by is the relative error of its weight.
+    longest = [float(mx.linalg.norm(x, axis=-1).max()) for x in (q, k)]
+    assert float(mx.abs(found - expected).max()) < 2e-6 + 1e-7 * math.prod(longest)
 
 
 def test_bounds_do_not_overflow() -> None:
