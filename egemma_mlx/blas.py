@@ -100,12 +100,15 @@ _pins: list[None] = []  # one for each `one_thread` that is in force
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """BLAS calls have one thread each, whatever is set meanwhile: sums in one order, on any number of cores."""
+def one_thread() -> Iterator[int | None]:
+    """BLAS calls have one thread each, whatever is set meanwhile: sums in one order, on any number of cores.
+
+    The block is told what `set_threads` returned: how many they had before.
+    """
     before = set_threads(1)
     _pins.append(None)
     try:
-        yield
+        yield before
     finally:
         _pins.pop()
         if before is not None:

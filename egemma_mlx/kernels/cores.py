@@ -75,13 +75,10 @@ def _claimed(count: int) -> Iterator[int]:
     if count < 2 or not _lock.acquire(blocking=False):
         yield 1
         return
-    before = None
     try:
-        before = blas.set_threads(1)
-        yield 1 if before == 1 else count  # one thread: this batch has others beside it
+        with blas.one_thread() as before:
+            yield 1 if before == 1 else count  # one thread: this batch has others beside it
     finally:
-        if before is not None:
-            blas.set_threads(before)
         _lock.release()
 
 
